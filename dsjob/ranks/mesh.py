@@ -43,8 +43,8 @@ class Ranks:
 class World:
     """The device of this process and its position among the ranks of the job.
 
-    All ranks are data-parallel unless a model-parallel unit (mpu) divides them. With an mpu, a model is split over the
-    ranks of `model`, and each data-parallel rank stands for one such group.
+    All ranks are data-parallel unless `ranks.divide` or a model-parallel unit (`ranks.mpu`) divides them. Then a model
+    is spread over the ranks of `model`, and each data-parallel rank stands for one such group.
     """
 
     data_rank: int
@@ -52,7 +52,11 @@ class World:
     data_size: int
     device: torch.device
     data_group: dist.ProcessGroup | None = None  # None: all ranks of the job are data-parallel
-    model: Ranks = Ranks()  # the ranks that together hold one copy of the model
+    model: Ranks = Ranks()  # the ranks that together hold one copy of the model: pipe x context x tensor
+    pipe: Ranks = Ranks()  # the ranks that hold the other stages of this rank's part of each layer
+    context: Ranks = Ranks()  # the ranks that compute other parts of the same sequences
+    tensor: Ranks = Ranks()  # the ranks that hold the other parts of the same layers
+    opaque: bool = False  # an mpu of the program divides the layers, in a way that only the program knows
     loads: bool = True  # whether this rank reads data
     reports: bool = True  # whether the metrics of this rank count
     timeout: float = 1800.0  # of a collective, in seconds
@@ -72,9 +76,26 @@ class World:
         return Ranks(dist.get_rank(), dist.get_world_size(), timeout=self.timeout)
 
     @property
+    def parts(self) -> Ranks:
+        """The ranks whose parts of the model have names of their own in checkpoints, and are never resharded."""
+        return self.tensor if self.opaque else Ranks()
+
+    @property
     def axes(self) -> Axes:
         """The size of the mesh along each axis."""
-        return Axes(replicate=self.copies, shard=self.data_size // self.copies, tensor=self.model.size)
+        shard = self.data_size // self.copies
+        return Axes(self.pipe.size, self.copies, shard, self.context.size, self.tensor.size)
+
+    def along(self, axis: str) -> Ranks:
+        """This rank's position along an axis of the mesh, and its group there. A collective for `replicate` and `shard`
+        if there are several copies, since it may build the mesh."""
+        if axis in ("pipe", "context", "tensor"):
+            found: Ranks = getattr(self, axis)
+            return found
+        if self.copies == 1:
+            return self.data if axis == "shard" else Ranks(timeout=self.timeout)
+        group = self.mesh.get_group(axis)
+        return Ranks(dist.get_rank(group), dist.get_world_size(group), group, self.timeout)
 
     @property
     def mesh(self) -> DeviceMesh:
@@ -83,8 +104,13 @@ class World:
         It is built on first use: a job that neither shards nor divides its ranks never needs it.
         """
         self.ensure_group()
-        # An mpu's groups exist already. Without an mpu, building the mesh creates them.
-        groups = {"shard": self.data_group, "tensor": self.model.group}
+        # The groups of divided ranks exist already. Otherwise, building the mesh creates them.
+        groups = {
+            "shard": self.data_group,
+            "pipe": self.pipe.group,
+            "context": self.context.group,
+            "tensor": self.tensor.group,
+        }
         known = {name: group for name, group in groups.items() if group is not None}
         key = (dist.group.WORLD, self.device.type, self.axes, self.order, *known.values())
         if key not in _meshes:

@@ -30,6 +30,7 @@ _METHODS = "get_data_parallel_{rank,world_size,group}() and get_model_parallel_{
 _FIELDS = "data_parallel_rank, data_parallel_world_size, should_report_metrics, should_build_dataloader"
 _MODEL = ("get_model_parallel_", "get_tensor_model_parallel_")
 _MARKS = ("model_parallel", "tensor_model_parallel")  # DeepSpeed's and Megatron's attributes of parameters
+_TIED = "_dsjob_tied"
 
 
 class ModelParallelUnit:
@@ -83,12 +84,15 @@ def divide(world: World, mpu: Any) -> World:
     world = dataclasses.replace(world, reports=said.reports, loads=said.loads)
     if model.size == 1:
         return world
+    model = dataclasses.replace(model, timeout=world.timeout)
     return dataclasses.replace(
         world,
         data_rank=said.rank,
         data_size=said.size,
         data_group=group,
-        model=dataclasses.replace(model, timeout=world.timeout),
+        model=model,
+        tensor=model,
+        opaque=True,
         order=_order_ranks(places, model.size),
     )
 
@@ -277,12 +281,22 @@ def copy_marks(source: Tensor, made: Tensor) -> None:
             setattr(made, mark, getattr(source, mark))
 
 
-def find_counted_elsewhere(model: nn.Module, world: World) -> set[str]:
-    """Names of replicated parameters that another model-parallel rank includes in gradient norms.
+def mark_tied(parameter: Tensor) -> None:
+    """Marks a parameter of this pipeline stage that an earlier stage has, too."""
+    setattr(parameter, _TIED, True)
 
-    As in DeepSpeed and Megatron, only model-parallel rank 0 includes parameters without a model-parallel mark.
-    Otherwise the norm would count them once per rank.
+
+def find_counted_elsewhere(model: nn.Module, world: World) -> set[str]:
+    """Names of parameters that another rank of the same model includes in gradient norms: those that several ranks
+    have. Otherwise the norm would count them once per rank.
+
+    As in DeepSpeed and Megatron, only the first rank along `tensor` includes parameters without a model-parallel mark.
+    Ranks along `context` have the same parameters. Pipeline stages only share those marked by `mark_tied`.
     """
-    if world.model.rank == 0:
-        return set()
-    return {name for name, parameter in model.named_parameters() if not is_model_parallel(parameter)}
+    first = world.context.rank == 0
+
+    def is_counted(parameter: Tensor) -> bool:
+        whole = world.tensor.rank == 0 or is_model_parallel(parameter)
+        return first and whole and not hasattr(parameter, _TIED)
+
+    return {name for name, parameter in model.named_parameters() if not is_counted(parameter)}

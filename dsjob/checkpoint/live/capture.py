@@ -24,7 +24,7 @@ class Capture:
     """Captures the state of an engine and of the `objects` beside it. All ranks must call each method."""
 
     def __init__(self, world: World, objects: Kept) -> None:
-        self._everyone, self._data_rank, self._model = world.everyone, world.data_rank, world.model
+        self._everyone, self._data_rank, self._parts = world.everyone, world.data_rank, world.parts
         self._objects, self._planner = objects, Planner(world.everyone)
 
     def prepare(
@@ -41,7 +41,7 @@ class Capture:
 
         name_folder: called on rank 0; names the save's folder. frozen: include parameters that are not trained.
         """
-        state = view_state(engine, self._model)
+        state = view_state(engine, self._parts)
         state = state if frozen else state.without_frozen()
         tensors = {**state.model_tensors(), **state.optimizer_tensors()}
         stored: dict[str, Tensor] = {}
@@ -63,7 +63,7 @@ class Capture:
             "zero_stage": engine.zero_stage,
             "aliases": {f"model.{name}": f"model.{target}" for name, target in plain["aliases"].items()},
             **({"models": plain["models"]} if plain["models"] else {}),
-            **({"model_ranks": self._model.size} if self._model.size > 1 else {}),
+            **({"model_ranks": self._parts.size} if self._parts.size > 1 else {}),
             **({"pretrained": plain["pretrained"]} if plain["pretrained"] else {}),
         }
         return PreparedSave(
@@ -81,7 +81,7 @@ class Capture:
 
     def describe(self, engine: Savable) -> dict[str, Any]:
         """The plain values that a save without client state would store in state.json. Complete on rank 0 only."""
-        state = view_state(engine, self._model)
+        state = view_state(engine, self._parts)
         return self._describe(engine, state, {**state.model_tensors(), **state.optimizer_tensors()}, encode({}))[1]
 
     def _describe(
@@ -108,7 +108,7 @@ class Capture:
 
     def _join_parts(self, own: dict[str, Any]) -> dict[str, Any]:
         """Merges the results of `_list_values` of all model-parallel ranks. A collective, if there are several."""
-        if self._model.size == 1:
+        if self._parts.size == 1:
             return own
         # One rank per part of the model is enough: its data-parallel copies hold the same state.
         found = all_gather(self._everyone, own if self._data_rank == 0 else None)

@@ -105,10 +105,10 @@ class Savable(Protocol):
     def restore_counters(self, counters: Mapping[str, int]) -> None: ...
 
 
-def view_state(engine: Savable, model: Ranks) -> TrainingState | JointState:
+def view_state(engine: Savable, parts: Ranks) -> TrainingState | JointState:
     """The state of an engine. With model parallelism, its names include that of this rank's part."""
     state = engine.state()
-    return JointState({name_part(model.rank): state}) if model.size > 1 else state
+    return JointState({name_part(parts.rank): state}) if parts.size > 1 else state
 
 
 def _name(full: str, owner: str) -> str:

@@ -71,7 +71,7 @@ class Loader:
 
     def __init__(self, url: str, world: World, catalog: Catalog, objects: Kept) -> None:
         self._url, self._catalog, self._objects = url, catalog, objects
-        self._everyone, self._data_rank, self._model = world.everyone, world.data_rank, world.model
+        self._everyone, self._data_rank, self._parts = world.everyone, world.data_rank, world.parts
 
     def load(
         self,
@@ -85,7 +85,7 @@ class Loader:
         take: Take | None = None,
     ) -> Loaded:
         """See Checkpointer.load."""
-        state = view_state(engine, self._model)
+        state = view_state(engine, self._parts)
         opened = self._open_any(state, tag, optimizer)
         foreign = opened.foreign
         if foreign is not None and foreign.run is None:  # weights alone
@@ -158,7 +158,7 @@ class Loader:
         averages = has_averages(checkpoint)
         checkpoint = take_averages(checkpoint) if ema else checkpoint
         opened = Opened(root, checkpoint, storage.join(url, checkpoint.folder), {})
-        ours = view_state(engine, self._model).model_tensors()
+        ours = view_state(engine, self._parts).model_tensors()
         found = self._match(ours, checkpoint, opened.url)
         if strict or not found.taken:
             hint = "checkpoint.strict=false loads what matches" if found.taken else "no weight matches the model"
@@ -190,13 +190,13 @@ class Loader:
     def _match(self, ours: Mapping[str, Tensor], checkpoint: layout.Checkpoint, url: str) -> Matched:
         """See `match`. Raises CheckpointError if the number of model-parallel ranks differs."""
         saved = checkpoint.manifest.get("model_ranks", 1)
-        if saved != self._model.size:
+        if saved != self._parts.size:
             raise CheckpointError(
-                f"{url} was saved with {saved} model-parallel rank{'s' * (saved > 1)}; this run has {self._model.size}",
+                f"{url} was saved with {saved} model-parallel rank{'s' * (saved > 1)}; this run has {self._parts.size}",
                 hint="use the same number, or convert the weights of one part: `dsjob convert --model mp_rank_00`",
             )
         # Each model-parallel rank reads only its own part, by the prefix of its names.
-        start = f"model.{name_part(self._model.rank)}." if saved > 1 else "model."
+        start = f"model.{name_part(self._parts.rank)}." if saved > 1 else "model."
         return match(ours, checkpoint, url, start)
 
     def _read(self, opened: Opened, tensors: dict[str, Tensor]) -> None:

@@ -1,0 +1,78 @@
+"""Divides the ranks of a job among the axes of its mesh: pipeline stages, parts of sequences, parts of layers, data."""
+
+from __future__ import annotations
+
+import dataclasses
+import math
+from collections.abc import Sequence
+from datetime import timedelta
+
+import torch
+import torch.distributed as dist
+
+from dsjob.errors import UsageError
+from dsjob.ranks.axes import Axes
+from dsjob.ranks.mesh import Ranks, World
+
+_WITHIN_MODEL = ("pipe", "context", "tensor")
+
+
+def divide_axes(world: World, *, pipe: int = 1, context: int = 1, tensor: int = 1, order: Sequence[int] = ()) -> World:
+    """Divides `world`, all ranks of the job: pipe x context x tensor ranks hold each copy of the model, and the copies
+    are trained on different data. A collective, unless all three are 1; then `world` itself is returned.
+
+    order: the ranks of the job in the order of `Axes`; 0, 1, 2, ... if empty. Raises UsageError if the ranks do not
+    divide into such groups.
+    """
+    parts, ranks = pipe * context * tensor, world.everyone.size
+    if parts == 1:
+        return world
+    if ranks % parts:
+        raise UsageError(
+            f"{ranks} rank{'s' * (ranks > 1)} do not divide into groups of {parts}, which hold one model each",
+            hint=f"start {parts * max(1, ranks // parts)} ranks",
+        )
+    axes = Axes(pipe, 1, ranks // parts, context, tensor)
+    # int [pipe, replicate, shard, context, tensor]: the rank at each place.
+    places = torch.tensor(order or range(ranks), dtype=torch.int64).view(axes)
+    along = {name: _find_along(world, places, axes, name) for name in _WITHIN_MODEL}
+    data = _find_along(world, places, axes, "shard", always=True)
+    return dataclasses.replace(
+        world,
+        data_rank=data.rank,
+        data_size=data.size,
+        data_group=data.group,
+        model=_join_model(world, places, along),
+        pipe=along["pipe"],
+        context=along["context"],
+        tensor=along["tensor"],
+        order=tuple(order),
+    )
+
+
+def _find_along(world: World, places: torch.Tensor, axes: Axes, name: str, *, always: bool = False) -> Ranks:
+    """This rank's place and group along an axis. A collective if the axis has several ranks, or `always`."""
+    size = getattr(axes, name)
+    if size == 1 and not always:
+        return Ranks(timeout=world.timeout)
+    # int [groups, size]: the ranks that differ in this axis alone.
+    lines = places.movedim(axes._fields.index(name), -1).reshape(-1, size)
+    return _form(lines, world)
+
+
+def _join_model(world: World, places: torch.Tensor, along: dict[str, Ranks]) -> Ranks:
+    """The ranks that hold one copy of the model. A collective, unless they lie along a single axis."""
+    several = [ranks for ranks in along.values() if ranks.size > 1]
+    if len(several) == 1:
+        return several[0]
+    size = math.prod(ranks.size for ranks in several)
+    return _form(places.movedim((1, 2), (0, 1)).reshape(-1, size), world)
+
+
+def _form(lines: torch.Tensor, world: World) -> Ranks:
+    """Creates a group of each row of ranks, int [groups, size]. This rank's place in its own."""
+    if len(lines) == 1 and lines[0].tolist() == list(range(lines.shape[1])):
+        return Ranks(dist.get_rank(), lines.shape[1], dist.group.WORLD, world.timeout)
+    allowed = timedelta(seconds=world.timeout)
+    group = dist.new_subgroups_by_enumeration(lines.tolist(), timeout=allowed)[0]  # type: ignore[no-untyped-call]
+    return Ranks(dist.get_rank(group), dist.get_world_size(group), group, world.timeout)
