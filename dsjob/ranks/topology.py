@@ -28,9 +28,10 @@ class ProcessTopology:
                 f"a topology has axes {self.axes} and sizes {self.dims}",
                 hint="each axis needs a name of its own and a size of 1 or more",
             )
-        self.ProcessCoord: Callable[..., Any] = namedtuple("ProcessCoord", self.axes)  # type: ignore[misc]
+        coordinates: Any = namedtuple("ProcessCoord", self.axes)  # type: ignore[misc]
+        self.ProcessCoord: Callable[..., Any] = coordinates
         places = product(*(range(size) for size in self.dims))
-        self.mapping: dict[Any, int] = {self.ProcessCoord(*place): rank for rank, place in enumerate(places)}
+        self.mapping: dict[Any, int] = {coordinates(*place): rank for rank, place in enumerate(places)}
         self._coordinates = list(self.mapping)
 
     def __repr__(self) -> str:
