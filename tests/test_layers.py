@@ -20,7 +20,7 @@ OPS = PACKAGE.parent / "ops"  # dsjob.ops
 FLOORS: tuple[tuple[str, ...], ...] = (
     ("errors", "home"),
     ("contract", "files"),
-    ("storage", "planning"),
+    ("storage", "planning", "pipelines"),
     ("run_folder", "document", "provenance"),
     ("config", "importing", "trust"),
     ("torch_private",),
