@@ -14,6 +14,8 @@ from multiprocessing.context import ForkServerContext
 
 import pytest
 
+import dsjob
+
 # None of these starts a thread of torch's, which a fork would lose. FSDP2 imports torch._dynamo at its first use, and
 # DeepSpeed the compiler.
 PRELOADED = [
@@ -23,16 +25,17 @@ PRELOADED = [
     "transformers.models.llama.modeling_llama", "torchmetrics.text",
 ]  # fmt: skip
 _SUPPORT = os.path.dirname(__file__)
+_HOME = os.path.dirname(os.path.dirname(dsjob.__file__))
 
 
 def get_forks() -> ForkServerContext:
     """multiprocessing, with processes that are such forks."""
     context = get_context("forkserver")
     context.set_forkserver_preload(PRELOADED)
-    # The current folder is not for the server: it would import the folder dsjob there, which lacks conf and schemas.
+    # The server imports the same dsjob as this process: in a worktree, that is not the installed one.
     with pytest.MonkeyPatch.context() as patch:
         patch.setenv("PYTHONSAFEPATH", "1")
-        patch.setenv("PYTHONPATH", _SUPPORT)
+        patch.setenv("PYTHONPATH", os.pathsep.join((_SUPPORT, _HOME)))
         patch.setenv("HF_HUB_OFFLINE", "1")  # transformers reads it when it is imported
         forkserver.ensure_running()
     return context
