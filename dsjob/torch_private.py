@@ -10,7 +10,7 @@ from __future__ import annotations
 
 import copy
 import logging
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import replace
 from datetime import timedelta
@@ -301,6 +301,31 @@ def collecting(optimizer: Optimizer, change: Callable[[Any], Any]) -> Iterator[N
         yield
     finally:
         del optimizer._init_group  # type: ignore[attr-defined]
+
+
+# --- autograd
+
+
+def backward_of_inputs(
+    outputs: Sequence[Tensor], gradients: Sequence[Tensor | None], inputs: Sequence[Tensor], weights: Sequence[Tensor]
+) -> list[Any]:
+    """The first half of a backward pass: sets the gradients of `inputs`, without computing those of `weights`.
+
+    Returns what `backward_of_weights` needs. gradients: of `outputs`; None: 1. torch's pipelines divide passes so, and
+    offer it nowhere else.
+    """
+    from torch.distributed.pipelining._backward import stage_backward_input
+
+    given: Any = None if all(each is None for each in gradients) else list(gradients)
+    _, halves = stage_backward_input(list(outputs), given, list(inputs), iter(weights))  # type: ignore[arg-type]
+    return halves
+
+
+def backward_of_weights(halves: list[Any], weights: Sequence[Tensor]) -> None:
+    """The second half: adds to the gradients of `weights`."""
+    from torch.distributed.pipelining._backward import stage_backward_weight
+
+    stage_backward_weight(iter(weights), halves)  # type: ignore[arg-type]
 
 
 # --- checks on the device

@@ -13,6 +13,7 @@ from dsjob.deepspeed import checkpointing as checkpointing
 from dsjob.deepspeed import comm as comm
 from dsjob.deepspeed import moe as moe
 from dsjob.deepspeed import ops as ops
+from dsjob.deepspeed import pipe as pipe
 from dsjob.deepspeed import runtime as runtime
 from dsjob.deepspeed import utils as utils
 from dsjob.deepspeed import zero as zero
@@ -22,7 +23,9 @@ from dsjob.deepspeed.accelerator import get_accelerator as get_accelerator
 from dsjob.deepspeed.entry import initialize as initialize
 from dsjob.deepspeed.ops.transformer import DeepSpeedTransformerConfig as DeepSpeedTransformerConfig
 from dsjob.deepspeed.ops.transformer import DeepSpeedTransformerLayer as DeepSpeedTransformerLayer
+from dsjob.deepspeed.pipe import PipelineModule as PipelineModule
 from dsjob.deepspeed.runtime.engine import DeepSpeedEngine as DeepSpeedEngine
+from dsjob.deepspeed.runtime.pipe.engine import PipelineEngine as PipelineEngine
 from dsjob.engine.build import add_config_arguments as add_config_arguments
 from dsjob.engine.build import init_distributed as init_distributed
 from dsjob.errors import ConfigError

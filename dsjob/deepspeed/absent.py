@@ -18,7 +18,6 @@ from typing import Any, NoReturn
 from dsjob.errors import UsageError
 
 _HERE = __package__
-_PIPELINE = "pipelines are not built yet; ZeRO stage 3 spreads a model over all ranks (zero_optimization.stage: 3)"
 _INFERENCE = "dsjob trains; engine.module.generate() works, and `dsjob convert --to hf` writes a folder for a server"
 _EXPERTS = "expert parallelism is not built; a model with experts trains under ZeRO like any other"
 _NVME = "the config's offload_optimizer section keeps optimizer state on a disk: device nvme, with nvme_path"
@@ -30,10 +29,6 @@ _LAUNCHER = "start ranks with `dsjob exec`, torchrun, srun, or launch.nproc in a
 
 # What to use instead, by the name below `deepspeed`. An entry for a package applies to everything in it.
 ALTERNATIVES = {
-    "pipe": _PIPELINE,
-    "PipelineModule": _PIPELINE,
-    "PipelineEngine": _PIPELINE,
-    "runtime.pipe": _PIPELINE,
     "init_inference": _INFERENCE,
     "InferenceEngine": _INFERENCE,
     "inference": _INFERENCE,

@@ -14,11 +14,15 @@ from dsjob.contract import schema
 from dsjob.data import Epochs
 from dsjob.deepspeed.program_monitors import require_packages
 from dsjob.deepspeed.runtime.engine import DeepSpeedEngine
+from dsjob.deepspeed.runtime.pipe.engine import PipelineEngine
 from dsjob.engine import build, configs
 from dsjob.errors import ConfigWarning
+from dsjob.parallel.pipeline.module import PipelineModule
 from dsjob.ranks.agreement import on_rank_0
 
-engine_type = DeepSpeedEngine  # what `initialize` makes; `dsjob exec` puts one here that records its steps
+# What `initialize` makes, and for a PipelineModule; `dsjob exec` puts engines here that record their steps.
+engine_type: type[DeepSpeedEngine] = DeepSpeedEngine
+pipeline_type: type[DeepSpeedEngine] = PipelineEngine
 
 
 def initialize(
@@ -45,14 +49,15 @@ def initialize(
         config = {key: value for key, value in config.items() if key not in dotted}
     given = configs.read_given(args, config, trust)
     with build.dropping_own_group():
-        world = build.join(mpu, mesh_param, distributed_port if dist_init_required is not False else None)
+        world = build.join(mpu, mesh_param, distributed_port if dist_init_required is not False else None, model)
         on_rank_0(world.everyone, lambda: require_packages(given))
         if dotted and world.everyone.rank == 0:
             listed = (
                 f"these keys have no effect, in DeepSpeed neither; write them as section and key: {', '.join(dotted)}"
             )
             warnings.warn(listed, ConfigWarning, stacklevel=2)
-        engine = build.make_engine(engine_type, model, given, world, optimizer, model_parameters, lr_scheduler)
+        kind = pipeline_type if isinstance(model, PipelineModule) else engine_type
+        engine = build.make_engine(kind, model, given, world, optimizer, model_parameters, lr_scheduler)
         engine.mpu, engine.client_lr_scheduler = mpu, lr_scheduler
         engine.training_dataloader = build.make_loader(engine, training_data, collate_fn)
     return engine, engine.optimizer, engine.training_dataloader, engine.lr_scheduler

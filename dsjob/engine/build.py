@@ -31,7 +31,9 @@ from dsjob.errors import ConfigError, ConfigWarning, Problem, TargetError, Usage
 from dsjob.optim import build_optimizer, build_scheduler
 from dsjob.optim.onebit.own_gradients import require_data_parallel
 from dsjob.optim.schedules import settle_length
-from dsjob.parallel import build_strategy
+from dsjob.parallel import Strategy, build_strategy
+from dsjob.parallel.pipeline.module import PipelineModule
+from dsjob.parallel.pipeline.passes import StagePasses
 from dsjob.parallel.sharded import refuse_sharded
 from dsjob.ranks.mesh import World, join_world, leave_world
 from dsjob.ranks.mpu import divide
@@ -80,7 +82,7 @@ def initialize(
     model = require_model(model)
     given = configs.read_given(args, config if config is not None else config_params, trust)
     with dropping_own_group():
-        world = join(mpu, mesh_param, distributed_port if dist_init_required is not False else None)
+        world = join(mpu, mesh_param, distributed_port if dist_init_required is not False else None, model)
         engine = make_engine(Engine, model, given, world, optimizer, model_parameters, lr_scheduler)
         loader = make_loader(engine, training_data, collate_fn)
     return engine, engine.optimizer, loader, engine.lr_scheduler
@@ -110,10 +112,17 @@ def dropping_own_group() -> Iterator[None]:
         raise
 
 
-def join(mpu: Any, mesh_param: Sequence[int] | None, port: int | None) -> World:
-    """The ranks of this program. Joins the process group first, using `port`, unless it is None."""
+def join(mpu: Any, mesh_param: Sequence[int] | None, port: int | None, model: nn.Module) -> World:
+    """The ranks of this program, divided by the mpu, or by a PipelineModule. Joins the process group first, using
+    `port`, unless it is None."""
     if port is not None:
         init_distributed(distributed_port=port)
+    if isinstance(model, PipelineModule):
+        if mpu is not None:
+            raise UsageError(
+                "initialize got an mpu for a PipelineModule, whose topology divides the ranks", hint="omit mpu"
+            )
+        return model.divide()
     world = divide(join_world(), mpu)
     if mesh_param and tuple(mesh_param) != (world.data_size, 1):
         raise UsageError(
@@ -204,10 +213,10 @@ def build_engine(
     choose_layers(model, spec.ops.transformer, world)
     # Before sharding: FSDP2's hooks then lie outside the recomputed and compiled forwards.
     prepare_blocks(model, spec)
-    strategy = build_strategy(model, zero=spec.zero_optimization, world=world, precision=precision, aio=spec.aio)
+    strategy = _spread(model, spec, world, precision)
     masters = strategy.masters
     over = list(masters.values()) if groups is None else _find_groups(groups, masters)
-    built: Optimizer | None = None
+    built = None
     # In order of precedence: an object, a function, the config.
     if isinstance(optimizer, Optimizer):
         built = _move_optimizer(optimizer, names, masters)
@@ -234,6 +243,12 @@ def build_engine(
         lr_scheduler=scheduler,
         config=config,
     )
+
+
+def _spread(model: nn.Module, spec: EngineSpec, world: World, precision: Precision) -> Strategy:
+    passes = StagePasses(model.stage, world, model.schedule) if isinstance(model, PipelineModule) else None
+    zero = spec.zero_optimization
+    return build_strategy(model, zero=zero, world=world, precision=precision, aio=spec.aio, pipeline=passes)
 
 
 def _mark_leaves(model: nn.Module, spec: EngineSpec, world: World) -> None:

@@ -136,30 +136,37 @@ class Engine(Saving):
         return part
 
     def run_step(self, micro_batches: Sequence[Any], loss: Callable[[Any, Any], Tensor]) -> Tensor:
-        """Takes one optimizer step: the forward and backward passes of all its micro batches, then `step`.
-
-        The result is the same as with `forward`, `backward` and `step` for each micro batch, but a strategy may
-        reorder the passes. micro_batches: `rhythm.accumulation` batches on the device. Each is passed to the model as
+        """Takes one optimizer step, as `forward`, `backward` and `step` of each micro batch would, perhaps in another
+        order. micro_batches: `rhythm.accumulation` batches on the device. Each is passed to the model as
         keyword arguments if it is a mapping, as positional arguments if it is a tuple or list, or else as one argument.
         loss(outputs, batch): returns a scalar, the mean over the micro batch.
 
         Returns the mean loss over this rank's micro batches, a detached scalar. Raises UsageError in the middle of a
         step, and if the number of micro batches is wrong.
         """
+        return self.run_passes([MicroBatch(*spread(batch), target=batch) for batch in micro_batches], loss)
+
+    def run_passes(
+        self,
+        micro_batches: Sequence[MicroBatch],
+        loss: Callable[[Any, Any], Tensor],
+        before_step: Callable[[], None] | None = None,
+    ) -> Tensor:
+        """Like `run_step`, with what the model is called with. before_step: is called after the last backward pass,
+        before gradients are reduced."""
         self._require_whole_step(micro_batches)
         count = len(micro_batches)
-        together = [MicroBatch(*spread(batch), target=batch) for batch in micro_batches]
         # Read now, because `step` may change it.
         scale = self.loss_scale()
         try:
             with drive():
-                losses = self.strategy.run_step(together, lambda outputs, b: self.scale(loss(outputs, b) / count))
+                losses = self.strategy.run_step(micro_batches, lambda outputs, b: self.scale(loss(outputs, b) / count))
         except BaseException:
             self.strategy.drop_gradients()  # else a retry would add to them
             raise
-        # Count all micro steps but the last, so that the rhythm is at the boundary; `step` counts the last.
-        for _ in range(count - 1):
-            self.rhythm.end_micro_step(stepped=False)
+        self.rhythm.skip_to_boundary()
+        if before_step is not None:
+            before_step()
         self.step()
         # Each loss was divided by `count` and multiplied by the loss scale, so this sum is their unscaled mean.
         return torch.stack([each.float() for each in losses]).sum() / scale

@@ -110,6 +110,11 @@ class Rhythm:
             if skipped is not None:
                 self.note_step(skipped=skipped)
 
+    def skip_to_boundary(self) -> None:
+        """Counts all micro steps of a step but the last."""
+        for _ in range(self.accumulation - 1):
+            self.end_micro_step(stepped=False)
+
     def note_step(self, *, skipped: bool) -> None:
         """Records whether the last step was skipped."""
         self.skipped_in_a_row = self.skipped_in_a_row + 1 if skipped else 0

@@ -16,19 +16,35 @@ from dsjob.compute.autocast import marked_dtype
 from dsjob.compute.precision import Precision, cast_floats
 from dsjob.contract.spec import Zero
 from dsjob.optim.onebit.own_gradients import wants_own_gradients
+from dsjob.optim.parts import split
 from dsjob.parallel.masters import Masters, choose_host, use_cores
 from dsjob.parallel.presharded import make_whole, require_shards
 from dsjob.parallel.statistics import keep_statistics_wide
-from dsjob.parallel.strategy import Disk, Strategy, align, mark_safe, widen
+from dsjob.parallel.strategy import Disk, Strategy, align, broadcast, mark_safe, widen
 from dsjob.ranks.mesh import World
 from dsjob.torch_private import keep_outputs, tree_flatten, tree_unflatten
+
+_BUCKET = 32 << 20  # bytes of gradients that are reduced together, where DDP does not do it
 
 
 class Replicated(Strategy):
     """DDP, or the bare module on one rank. In half precision, or with offloading, the model computes on a copy of fp32
-    masters."""
+    masters.
 
-    def __init__(self, model: nn.Module, *, zero: Zero, world: World, precision: Precision, disk: Disk) -> None:
+    interleaved: several forward passes may come before a backward pass, as in a pipeline. DDP cannot follow that, so
+    gradients are reduced after the last backward pass.
+    """
+
+    def __init__(
+        self,
+        model: nn.Module,
+        *,
+        zero: Zero,
+        world: World,
+        precision: Precision,
+        disk: Disk,
+        interleaved: bool = False,
+    ) -> None:
         super().__init__(model, world, precision, disk)
         require_shards(model, world)
         make_whole(model)
@@ -58,42 +74,51 @@ class Replicated(Strategy):
             _cast(model, precision.compute)
         if self.copies is not None and offload is not None:
             # Before the boundary, gradients accumulate on the device. Only the reduced sum is copied to the host.
-            self.copies.stream(lambda: self._boundary or self._sums_in_masters)
+            self.copies.stream(lambda: (self._boundary and not self._interleaved) or self._sums_in_masters)
         mark_safe(model, precision)
         copies = self.copies.masters if self.copies is not None else {}
         # In fp32 without offloading, a parameter is its own master.
         self.masters = {n: copies.get(n, p) for n, p in trainable.items() if n in copies or not low}
-        self._ddp: DistributedDataParallel | None = None
         before = precision.predivide or world.data_size
         self._how = _How(precision.reduce, before, world.data_size, world.data_group)
-        if world.data_size > 1 and trainable:
-            self._ddp = DistributedDataParallel(
-                model,
-                process_group=world.data_group,
-                device_ids=[world.device] if world.device.type == "cuda" else None,
-                gradient_as_bucket_view=True,
-                # Allows parameters without gradient. It also keeps DDP from rearranging its buckets after the first
-                # step. Otherwise, with three or more ranks, the order of additions, and so the last bits, would depend
-                # on whether a run was resumed. It costs one small all-reduce per step.
-                find_unused_parameters=True,
-                init_sync=False,
-            )
-            # For parameters without gradient, DDP adds an autograd node, which copies all outputs, logits included, so
-            # that programs may change them in place. `_give_out` returns aliases instead.
-            keep_outputs(self._ddp)
-            _free_group_last(self._ddp)
-            if precision.autocast is not None:
-                self._ddp.register_comm_hook(self._how, _reduce_each)
-            elif precision.reduce != precision.compute or before != world.data_size:
-                self._ddp.register_comm_hook(self._how, _reduce_in)
+        self._interleaved = interleaved and world.data_size > 1
+        self._has_buffers = self._buffers_differ = self._interleaved and any(True for _ in model.buffers())
+        wraps = world.data_size > 1 and bool(trainable) and not interleaved
+        self._ddp = self._wrap(model, precision) if wraps else None
+
+    def _wrap(self, model: nn.Module, precision: Precision) -> DistributedDataParallel:
+        device = self.world.device
+        ddp = DistributedDataParallel(
+            model,
+            process_group=self.world.data_group,
+            device_ids=[device] if device.type == "cuda" else None,
+            gradient_as_bucket_view=True,
+            # Allows parameters without gradient. It also keeps DDP from rearranging its buckets after the first step.
+            # Otherwise, with three or more ranks, the order of additions, and so the last bits, would depend on whether
+            # a run was resumed. It costs one small all-reduce per step.
+            find_unused_parameters=True,
+            init_sync=False,
+        )
+        # For parameters without gradient, DDP adds an autograd node, which copies all outputs, logits included, so that
+        # programs may change them in place. `_give_out` returns aliases instead.
+        keep_outputs(ddp)
+        _free_group_last(ddp)
+        if precision.autocast is not None:
+            ddp.register_comm_hook(self._how, _reduce_each)
+        elif precision.reduce != precision.compute or self._how.before != self.world.data_size:
+            ddp.register_comm_hook(self._how, _reduce_in)
+        return ddp
 
     @property
     def _reduces(self) -> bool:
         """Whether gradients are reduced here: on several ranks, unless the optimizer takes each rank's own."""
-        return self._ddp is not None and not wants_own_gradients(self.optimizer)
+        return (self._ddp is not None or self._interleaved) and not wants_own_gradients(self.optimizer)
 
     def start_micro_step(self, boundary: bool, sync: bool = True) -> None:
         self._boundary = boundary
+        if self._buffers_differ:
+            broadcast(list(self.module.buffers()), self.world)
+            self._buffers_differ = False
         if self._sums_in_masters and self.copies is not None:
             self._take_reduced(self.copies)
         if self._ddp is None:
@@ -112,7 +137,7 @@ class Replicated(Strategy):
 
     def _take_reduced(self, copies: Masters) -> None:
         """Reduces the gradients of earlier backward passes, and adds them to those of the masters."""
-        if self._reduces:
+        if self._reduces and not self._interleaved:
             if not self._armed or all(p.grad is None for p in self.module.parameters()):
                 return
             self.reduce_gradients()
@@ -122,8 +147,12 @@ class Replicated(Strategy):
     def reduce_gradients(self) -> None:
         if not self._reduces or (self._armed and not self._by_hand):
             return
-        # Includes parameters that the program has frozen since: they may have gradients of earlier backward passes.
-        trainable = [p for name, p in self.module.named_parameters() if name in self.masters]
+        if self._interleaved and self._sums_in_masters and self.copies is not None:
+            self.copies.take_gradients()
+            trainable = list(self.masters.values())
+        else:
+            # Includes parameters that the program has frozen since: they may have gradients of earlier backward passes.
+            trainable = [p for name, p in self.module.named_parameters() if name in self.masters]
         # Ranks may have used different parameters. All must reduce the same list, or their collectives would not match.
         # uint8 [parameters]: 1 where this rank has a gradient.
         used = torch.tensor([p.grad is not None for p in trainable], dtype=torch.uint8, device=self._device)
@@ -134,12 +163,13 @@ class Replicated(Strategy):
         for parameter in found:
             if parameter.grad is None:
                 parameter.grad = torch.zeros_like(parameter)
-        if found:
+        started: list[tuple[Any, Callable[[], None]]] = []
+        for part in split(found, lambda parameter: parameter.nbytes, _BUCKET):
             # Gradients that DDP has averaged already do not change: the mean of equal numbers.
-            gradients = [p.grad for p in found if p.grad is not None]
-            for work, copy_back in _average(found, gradients, self._how):
-                work.wait()
-                copy_back()
+            following = _average(part, [p.grad for p in part if p.grad is not None], self._how)
+            _finish(started)
+            started = following
+        _finish(started)
         self._armed, self._by_hand = True, False
 
     def _call(self, *args: Any, **kwargs: Any) -> Any:
@@ -157,6 +187,7 @@ class Replicated(Strategy):
     def finish_step(self) -> None:
         super().finish_step()
         self._armed = self._by_hand = False
+        self._buffers_differ = self._has_buffers
         if self._ddp is not None:
             # The next step starts with rank 0's buffers, even if this one did not reduce anything.
             self._ddp.require_forward_param_sync = True
@@ -268,6 +299,12 @@ def _finish_after(works: Sequence[Any], finish: Callable[[], Tensor]) -> Future[
 
     future: Future[Tensor] = last.then(wait_for_all)
     return future
+
+
+def _finish(started: Sequence[tuple[Any, Callable[[], None]]]) -> None:
+    for work, copy_back in started:
+        work.wait()
+        copy_back()
 
 
 def _average(

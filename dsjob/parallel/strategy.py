@@ -10,7 +10,7 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from functools import cached_property
 from itertools import chain
 from types import MappingProxyType
-from typing import Any, NamedTuple
+from typing import Any, NamedTuple, Protocol
 
 import torch
 import torch.distributed as dist
@@ -36,6 +36,31 @@ _SENT_AT_ONCE = 64 << 20  # bytes
 _SENT_ALONE = 1 << 20
 
 Disk = StateOnDisk | None  # keeps the state of masters on the host, and those in `copies`, between steps
+
+
+class Elsewhere:
+    """Stands for outputs of the model that are on another rank: that of the last stage of a pipeline."""
+
+    def __repr__(self) -> str:
+        return "ELSEWHERE"
+
+
+ELSEWHERE = Elsewhere()
+
+
+class Pipeline(Protocol):
+    """What runs the passes of a strategy whose module is a stage of a model (see `parallel.pipeline`)."""
+
+    def forward(self, strategy: Strategy, args: Sequence[Any], kwargs: Mapping[str, Any]) -> Any:
+        """One forward pass without gradients: the model's output on the last stage, `ELSEWHERE` on the others."""
+
+    def run_step(
+        self, strategy: Strategy, micro_batches: Sequence[MicroBatch], loss: Callable[[Any, Any], Tensor]
+    ) -> list[Tensor]:
+        """See `Strategy.run_step`."""
+
+    def add_tied_gradients(self, masters: Mapping[str, nn.Parameter]) -> None:
+        """Adds up the gradients of parameters that several stages have."""
 
 
 class MicroBatch(NamedTuple):
@@ -71,6 +96,7 @@ class Strategy:
     disk: Disk = None
     optimizer: Optimizer | None = None  # the engine's; None until it is built
     averages: Mapping[str, Tensor] = MappingProxyType({})  # of masters by name, saved in checkpoints
+    pipeline: Pipeline | None = None  # what runs the passes if `module` is only a stage of the model
     # The engine calls it with the names of masters whose gradients are not finite, and skips the step, also in fp32.
     guard: Callable[[list[str]], None] | None = None
     gradient_factor: int = 1  # a step multiplies reduced gradients by it: the number of ranks to get their sum
@@ -92,7 +118,14 @@ class Strategy:
         """
 
     def forward(self, *args: Any, **kwargs: Any) -> Any:
-        """The model's output. Under autocast, operators compute in its dtype."""
+        """The model's output; in a pipeline, `ELSEWHERE` on all stages but the last. Under autocast, operators compute
+        in its dtype."""
+        if self.pipeline is not None:
+            return self.pipeline.forward(self, args, kwargs)
+        return self.compute(*args, **kwargs)
+
+    def compute(self, *args: Any, **kwargs: Any) -> Any:
+        """The output of `module`, which in a pipeline is only a stage of the model."""
         with cast_operators(self.world.device, self.autocast):
             return self._call(*args, **kwargs)
 
@@ -102,7 +135,7 @@ class Strategy:
     def run_step(self, micro_batches: Sequence[MicroBatch], loss: Callable[[Any, Any], Tensor]) -> list[Tensor]:
         """Runs all forward and backward passes of one optimizer step: calls 3 and 4 of every micro step.
 
-        A strategy that interleaves the passes, such as a pipeline, overrides it. A collective.
+        A pipeline interleaves the passes of its stages. A collective.
 
         micro_batches: this rank's, one per micro step, in the order of the data, with their tensors on the device. All
         ranks have the same number.
@@ -113,6 +146,8 @@ class Strategy:
         Returns what `loss` returned, in order: detached scalars on the device, the same on all ranks that hold one
         model together.
         """
+        if self.pipeline is not None:
+            return self.pipeline.run_step(self, micro_batches, loss)
         losses = []
         for number, (args, kwargs, target) in enumerate(micro_batches, 1):
             # Before the forward pass, since DDP decides there whether the following backward pass reduces.
@@ -134,9 +169,12 @@ class Strategy:
         return None
 
     def finish_gradients(self) -> None:
-        """Called after all backward passes of a step: moves the gradients to the masters."""
+        """Called after all backward passes of a step: moves the gradients to the masters. A collective in a pipeline
+        with tied layers."""
         if self.copies is not None:
             self.copies.take_gradients()
+        if self.pipeline is not None:
+            self.pipeline.add_tied_gradients(self.masters)
 
     @torch.no_grad()
     def clip(self, max_norm: float, scale: float = 1.0, divisor: Tensor | None = None) -> Tensor:

@@ -76,7 +76,13 @@ class OrderedSchedule(PipeSchedule):
         last = len(self._rounds) - 1
         for number, found in enumerate(self._rounds):
             step: Step = [instruction for each in found for instruction in self._tell(each)]
-            yield step + ([ReduceTiedGrads(), ReduceGrads(), OptimizerStep()] if number == last else [])
+            yield step + (
+                [ReduceTiedGrads(), ReduceGrads(), OptimizerStep()] if number == last and self._trains else []
+            )
+
+    @property
+    def _trains(self) -> bool:
+        return any(isinstance(each, Pass) and each.kind != "F" for found in self._rounds for each in found)
 
     def _tell(self, each: Pass | Sent) -> Iterator[BufferOpInstruction]:
         place = {"buffer_id": each.micro % self._buffers, **({"chunk": each.chunk} if self.chunks > 1 else {})}
@@ -135,6 +141,15 @@ class ZeroBubbleSchedule(OrderedSchedule):
     def order(cls, micro_batches: int, ranks: int, rank: int, chunks: int) -> Order:
         """See OrderedSchedule."""
         return _alternate(micro_batches, ranks, rank, chunks, hop=1, delay=rank)
+
+
+class InferenceOrder(OrderedSchedule):
+    """Forward passes alone."""
+
+    @classmethod
+    def order(cls, micro_batches: int, ranks: int, rank: int, chunks: int) -> Order:
+        """See OrderedSchedule."""
+        return tuple(Pass("F", chunk, micro) for chunk in range(chunks) for micro in range(micro_batches))
 
 
 SCHEDULES: dict[str, type[OrderedSchedule]] = {

@@ -26,7 +26,7 @@ def on_rank_0(ranks: Ranks, action: Callable[[], T]) -> T:
         return action()
     # [result, error]. The other ranks wait in the broadcast below for as long as `action` takes on rank 0.
     answer: list[Any] = list(_try(0, action)) if ranks.rank == 0 else [None, None]
-    dist.broadcast_object_list(answer, group=_find_group(ranks), group_src=0)
+    dist.broadcast_object_list(answer, group=find_host_group(ranks), group_src=0)
     if answer[1] is not None:
         raise answer[1]
     return cast(T, answer[0])
@@ -50,7 +50,7 @@ def all_gather(ranks: Ranks, value: T) -> list[T]:
     if ranks.size == 1:
         return [value]
     found: list[Any] = [None] * ranks.size
-    dist.all_gather_object(found, value, group=_find_group(ranks))
+    dist.all_gather_object(found, value, group=find_host_group(ranks))
     return found
 
 
@@ -60,7 +60,7 @@ def gather_on_rank_0(ranks: Ranks, action: Callable[[], T]) -> list[T]:
     if ranks.size == 1:
         return [result]
     results: list[Any] | None = [None] * ranks.size if ranks.rank == 0 else None
-    dist.gather_object(result, results, group=_find_group(ranks), group_dst=0)
+    dist.gather_object(result, results, group=find_host_group(ranks), group_dst=0)
     return results or []
 
 
@@ -72,7 +72,7 @@ def scatter(ranks: Ranks, action: Callable[[], list[T]]) -> T:
     # (item, error) for each rank: an error goes to all of them.
     pairs = [(item, None) for item in answer[0] or []] if answer[1] is None else [(None, answer[1])] * ranks.size
     received: list[Any] = [None]
-    dist.scatter_object_list(received, pairs if ranks.rank == 0 else None, group=_find_group(ranks), group_src=0)
+    dist.scatter_object_list(received, pairs if ranks.rank == 0 else None, group=find_host_group(ranks), group_src=0)
     if received[0][1] is not None:
         raise received[0][1]
     return cast(T, received[0][0])
@@ -85,8 +85,9 @@ def as_told(rank: int, error: BaseException) -> DsjobError:
     return CheckpointError(f"rank {rank}: {type(error).__name__}: {error}")
 
 
-def _find_group(ranks: Ranks) -> dist.ProcessGroup:
-    """The group for exchanging objects among these ranks. The first call creates it, on all of them together."""
+def find_host_group(ranks: Ranks) -> dist.ProcessGroup:
+    """The group for exchanging objects and tensors on the host among these ranks. The first call creates it, on all of
+    them together."""
     group = ranks.group or dist.group.WORLD
     assert group is not None
     # This group has gloo for tensors on the host, so it can send objects itself.

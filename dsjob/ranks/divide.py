@@ -76,3 +76,19 @@ def _form(lines: torch.Tensor, world: World) -> Ranks:
     allowed = timedelta(seconds=world.timeout)
     group = dist.new_subgroups_by_enumeration(lines.tolist(), timeout=allowed)[0]  # type: ignore[no-untyped-call]
     return Ranks(dist.get_rank(group), dist.get_world_size(group), group, world.timeout)
+
+
+def join_along(world: World, axis: str, places: Sequence[int]) -> Ranks:
+    """This rank and those at `places` along an axis, with the same coordinates otherwise: their group, and this rank's
+    place in it. A rank at none of them gets a group of itself. A collective of all ranks, which pass the same places.
+    """
+    whole = world.along(axis)
+    if tuple(places) == tuple(range(whole.size)):
+        return whole
+    ranks = torch.tensor(world.order or range(world.everyone.size), dtype=torch.int64).view(world.axes)
+    lines = ranks.movedim(world.axes._fields.index(axis), -1).reshape(-1, whole.size)
+    allowed = timedelta(seconds=world.timeout)
+    made = dist.new_subgroups_by_enumeration(lines[:, list(places)].tolist(), timeout=allowed)  # type: ignore[no-untyped-call]
+    if whole.rank not in places:
+        return Ranks(timeout=world.timeout)
+    return Ranks(dist.get_rank(made[0]), dist.get_world_size(made[0]), made[0], world.timeout)

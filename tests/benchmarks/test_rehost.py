@@ -12,7 +12,7 @@ ROOT = Path(__file__).parents[2]
 PROGRAM = """
 import benchmarks.deepspeed_tests.rehost
 import deepspeed, dsjob.deepspeed
-from deepspeed.pipe import PipelineModule
+from deepspeed.moe.layer import MoE
 from deepspeed.runtime.zero.stage3 import DeepSpeedZeroOptimizer_Stage3
 assert deepspeed.initialize is dsjob.deepspeed.initialize
 from deepspeed.runtime import config
@@ -20,7 +20,7 @@ import dsjob.deepspeed.runtime.config
 assert config.DeepSpeedConfig is dsjob.deepspeed.runtime.config.DeepSpeedConfig
 assert not isinstance(1, DeepSpeedZeroOptimizer_Stage3)
 try:
-    PipelineModule()
+    MoE()
 except NotImplementedError as error:
     print(error)
 """
@@ -29,4 +29,4 @@ except NotImplementedError as error:
 def test_a_missing_module_is_a_stub_that_fails_when_it_is_used() -> None:
     done = run_program([sys.executable, "-c", PROGRAM], cwd=ROOT)
     assert done.returncode == 0, done.stderr
-    assert done.stdout == "dsjob has no deepspeed.pipe.PipelineModule\n"
+    assert done.stdout == "dsjob has no deepspeed.moe.layer.MoE\n"

@@ -18,12 +18,8 @@ from dsjob.deepspeed.absent import ALTERNATIVES
 @pytest.mark.parametrize(
     ("statement", "message"),
     [
-        (
-            "from dsjob.deepspeed import PipelineModule",
-            "no deepspeed.PipelineModule: pipelines are not built yet; ZeRO",
-        ),
-        ("from dsjob.deepspeed.pipe import PipelineModule", "no deepspeed.pipe: pipelines are not built yet"),
-        ("import dsjob.deepspeed.runtime.pipe.topology", "no deepspeed.runtime.pipe: pipelines are not"),
+        ("from dsjob.deepspeed import init_inference", "no deepspeed.init_inference: dsjob trains; engine.module"),
+        ("import dsjob.deepspeed.sequence.layer", "no deepspeed.sequence: sequence parallelism is not built"),
         ("from dsjob.deepspeed.moe.layer import MoE", "no deepspeed.moe.layer: expert parallelism is not built"),
         (
             "from dsjob.deepspeed.ops.sparse_attention import SparseSelfAttention",

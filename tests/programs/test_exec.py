@@ -199,8 +199,8 @@ def test_an_error_of_dsjob_comes_without_a_traceback_and_a_bug_without_its_frame
     ("statement", "name"),
     [
         ("import deepspeed; deepspeed.init_inference()", "init_inference"),
-        ("from deepspeed import PipelineModule", "PipelineModule"),
-        ("import deepspeed.runtime.pipe.topology", "runtime.pipe"),
+        ("from deepspeed import InferenceEngine", "InferenceEngine"),
+        ("import deepspeed.moe.layer", "moe.layer"),
     ],
 )
 def test_a_name_that_dsjob_lacks_is_one_error_with_the_line_of_the_program(

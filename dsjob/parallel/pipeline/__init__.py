@@ -1,0 +1,1 @@
+"""Trains a model whose layers are spread over the stages of a pipeline."""

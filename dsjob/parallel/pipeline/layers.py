@@ -1,0 +1,176 @@
+"""Models that are a sequence of layers: what a layer is built from, and the layers of one rank.
+
+Parameters have the names that they have in the sequence as a whole, as in torch.nn.Sequential: `3.weight` belongs to
+layer 3. A layer that is tied to an earlier one has its names.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable, Sequence
+from dataclasses import dataclass, field
+from functools import partial
+from typing import Any
+
+import torch
+from torch import nn
+
+from dsjob.errors import UsageError
+from dsjob.ranks.seeding import seed_rng
+
+
+class LayerSpec:
+    """A layer that is built later, only on the ranks that have it: a class or function, and its arguments.
+
+    Raises UsageError if `typename` cannot be called.
+    """
+
+    def __init__(self, typename: Callable[..., Any], *module_args: Any, **module_kwargs: Any) -> None:
+        if not callable(typename):
+            raise UsageError(f"LayerSpec got {type(typename).__name__}, not a class", hint="LayerSpec(nn.Linear, 8, 8)")
+        self.typename, self.module_args, self.module_kwargs = typename, module_args, module_kwargs
+
+    def __repr__(self) -> str:
+        given = [*map(repr, self.module_args), *(f"{key}={value!r}" for key, value in self.module_kwargs.items())]
+        return f"{self.name}({', '.join(given)})"
+
+    @property
+    def name(self) -> str:
+        """The name of the class."""
+        return getattr(self.typename, "__name__", type(self.typename).__name__)
+
+    def build(self, log: bool = False) -> Any:
+        """The layer. `log` has no effect."""
+        return self.typename(*self.module_args, **self.module_kwargs)
+
+
+class TiedLayerSpec(LayerSpec):
+    """A layer that all TiedLayerSpecs with the same `key` share.
+
+    forward_fn(layer, inputs): is called in place of the layer. tied_weight_attr: the names of the shared parameters,
+    for DeepSpeed; here, the whole layer is shared.
+    """
+
+    def __init__(
+        self,
+        key: str,
+        typename: Callable[..., Any],
+        *module_args: Any,
+        forward_fn: Callable[[Any, Any], Any] | None = None,
+        tied_weight_attr: str | Sequence[str] = ("weight",),
+        **module_kwargs: Any,
+    ) -> None:
+        super().__init__(typename, *module_args, **module_kwargs)
+        self.key, self.forward_fn = key, forward_fn
+        self.tied_weight_attr = [tied_weight_attr] if isinstance(tied_weight_attr, str) else list(tied_weight_attr)
+
+
+@dataclass(frozen=True)
+class Layer:
+    """One layer of a sequence. name: of its parameters; shared by tied layers. call: what a forward pass calls.
+
+    kind: the name of its class.
+    """
+
+    name: str
+    kind: str
+    make: Callable[[], Any]
+    call: Callable[[Any, Any], Any] | None = None  # (layer, inputs)
+    made: list[Any] = field(default_factory=list)  # the built layer, if there is one
+
+
+def list_layers(given: Iterable[Any]) -> list[Layer]:
+    """The layers of a PipelineModule: specs, modules and functions. Raises UsageError for anything else."""
+    found: list[Layer] = []
+    tied: dict[str, Layer] = {}
+    named = given.named_children() if isinstance(given, nn.Sequential) else ((str(n), x) for n, x in enumerate(given))
+    seen: dict[int, str] = {}  # by id of a module that is given
+    for name, layer in named:
+        if isinstance(layer, TiedLayerSpec):
+            first = tied.setdefault(layer.key, Layer(name, layer.name, layer.build))
+            found.append(Layer(first.name, layer.name, first.make, layer.forward_fn))
+        elif isinstance(layer, LayerSpec):
+            found.append(Layer(name, layer.name, layer.build))
+        elif callable(layer):
+            own = seen.setdefault(id(layer), name) if isinstance(layer, nn.Module) else name
+            found.append(Layer(own, type(layer).__name__, partial(_same, layer), made=[layer]))
+        else:
+            raise UsageError(
+                f"layer {len(found)} of the pipeline is {type(layer).__name__}, which cannot be called",
+                hint="layers are LayerSpec, TiedLayerSpec, torch.nn.Module or functions of one argument",
+            )
+    return found
+
+
+def _same(layer: Any) -> Any:
+    return layer
+
+
+def count_parameters(layers: Sequence[Layer]) -> list[int]:
+    """The number of trained elements of each layer; shared ones count for each. Builds layers without memory."""
+    counts: dict[str, int] = {}
+    for layer in layers:
+        if layer.name not in counts:
+            counts[layer.name] = _count(layer)
+    return [counts[layer.name] for layer in layers]
+
+
+def _count(layer: Layer) -> int:
+    made = layer.made[0] if layer.made else None
+    if made is None:
+        with torch.device("meta"), torch.random.fork_rng():
+            made = layer.make()
+    if not isinstance(made, nn.Module):
+        return 0
+    return sum(parameter.numel() for parameter in made.parameters() if parameter.requires_grad)
+
+
+Recompute = Callable[..., Any]  # (function, *inputs) -> its result; as in dsjob.checkpointing.checkpoint
+
+
+class LayerSequence:
+    """The `forward` of a module that holds some layers of a sequence: runs one of its chunks of layers.
+
+    chunks: for each, the layers with their numbers in the sequence. interval: recompute groups of so many layers with
+    `again`; 0: none. seed: seeds each layer of each micro batch from this number; None: not at all.
+    """
+
+    def __init__(
+        self,
+        chunks: Sequence[Sequence[tuple[int, Callable[[Any], Any]]]],
+        *,
+        interval: int = 0,
+        again: Recompute | None = None,
+        seed: int | None = None,
+        set_seed: Callable[[int], Any] = seed_rng,
+    ) -> None:
+        self.chunks, self.interval, self.again = chunks, interval, again
+        self.seed, self.set_seed = seed, set_seed
+        self.passes = [0] * len(chunks)  # forward passes so far
+
+    def __call__(self, *inputs: Any, pipe_chunk: int = 0, pipe_received: Received | None = None) -> Any:
+        """The result of a chunk of layers. Its first layer is called with one argument: what the previous stage has
+        sent, or `inputs`, as a tuple if there are several."""
+        value = pipe_received.value if pipe_received is not None else inputs[0] if len(inputs) == 1 else inputs
+        layers = self.chunks[pipe_chunk]
+        self.passes[pipe_chunk] += 1
+        round_ = self.passes[pipe_chunk]
+        if not self.interval or self.again is None or not torch.is_grad_enabled():
+            return self._run(layers, value, round_)
+        for start in range(0, len(layers), self.interval):
+            group = layers[start : start + self.interval]
+            value = self.again(lambda value, group=group: self._run(group, value, round_), value)
+        return value
+
+    def _run(self, layers: Sequence[tuple[int, Callable[[Any], Any]]], value: Any, round_: int) -> Any:
+        for number, layer in layers:
+            if self.seed is not None:
+                self.set_seed(self.seed * round_ + number)
+            value = layer(value)
+        return value
+
+
+@dataclass(frozen=True)
+class Received:
+    """What the previous stage has sent. Strategies do not look inside, and so do not cast it."""
+
+    value: Any

@@ -1,0 +1,187 @@
+"""DeepSpeed's PipelineModule: a model given as layers, of which each rank builds its own."""
+
+from __future__ import annotations
+
+import dataclasses
+import os
+import time
+from collections.abc import Callable, Iterable, Sequence
+from functools import partial
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from dsjob.checkpointing import checkpoint
+from dsjob.errors import UsageError
+from dsjob.parallel.pipeline.layers import Layer, Recompute, count_parameters, list_layers
+from dsjob.parallel.pipeline.messages import list_tensors
+from dsjob.parallel.pipeline.passes import MakeSchedule
+from dsjob.parallel.pipeline.stage import Stage, cut_sequence
+from dsjob.pipelines.orders import SCHEDULES
+from dsjob.pipelines.partition import partition
+from dsjob.ranks.agreement import on_rank_0
+from dsjob.ranks.divide import divide_axes
+from dsjob.ranks.mesh import World, join_world
+from dsjob.ranks.seeding import seed_rng
+from dsjob.ranks.topology import PipeDataParallelTopology, ProcessTopology, order_ranks
+
+
+class PipelineModule(nn.Module):
+    """A model given as a sequence of layers: modules, functions of one argument, LayerSpec or TiedLayerSpec.
+
+    num_stages: among which the layers are divided; or `topology`, with an axis `pipe`. loss_fn(outputs, labels): the
+    loss of a micro batch. seed_layers: seeds each layer by `base_seed` and its number before building it, and by the
+    micro batch too before calling it, so that nothing depends on the number of stages. seed_fn: sets a seed, in place
+    of torch's, NumPy's and Python's. partition_method: see `dsjob.pipelines.partition`; `time` needs `example`, the
+    inputs of a micro batch. activation_checkpoint_interval: recomputes the activations of groups of so many layers with
+    `activation_checkpoint_func`; 0: none. checkpointable_layers, dynamic_shape: no effect; shapes may always change.
+    chunks: parts of the model on each rank. `schedule`: of training, by default 1F1B, or interleaved with several
+    chunks; set it before `initialize` to another one: (micro batches, stages, stage) -> a PipeSchedule.
+
+    Every rank builds the same PipelineModule. Raises UsageError.
+    """
+
+    def __init__(
+        self,
+        layers: Iterable[Any],
+        num_stages: int | None = None,
+        topology: ProcessTopology | None = None,
+        loss_fn: Callable[[Any, Any], Tensor] | None = None,
+        seed_layers: bool = False,
+        seed_fn: Callable[[int], Any] | None = None,
+        base_seed: int = 1234,
+        partition_method: str = "parameters",
+        activation_checkpoint_interval: int = 0,
+        activation_checkpoint_func: Recompute = checkpoint,
+        checkpointable_layers: Sequence[str] | None = None,
+        dynamic_shape: bool = False,
+        *,
+        example: Any = None,
+        chunks: int = 1,
+    ) -> None:
+        super().__init__()
+        self.schedule: MakeSchedule = partial(SCHEDULES["1f1b" if chunks == 1 else "interleaved"], chunks=chunks)
+        self._world = join_world()
+        ranks = self._world.everyone
+        self._topology = _require_topology(topology, num_stages, ranks.size)
+        self.num_stages = max(self._topology.get_dim("pipe"), 1)
+        self.stage_id = getattr(self._topology.get_coord(ranks.rank), "pipe", 0)
+        self.base_seed, self.seed_layers = base_seed, seed_layers
+        self.__dict__["loss_fn"] = loss_fn  # no submodule: it is no layer
+        self.seed_fn = seed_fn or seed_rng
+        listed = list_layers(layers)
+        seconds = None
+        if partition_method.lower() == "time":
+            seconds = on_rank_0(ranks, lambda: _measure(listed, example, self._world.device))
+        self.parts = partition(
+            partition_method,
+            self.num_stages * chunks,
+            names=[layer.kind for layer in listed],
+            parameters=count_parameters(listed),
+            seconds=seconds,
+        )
+        self.stage: Stage = cut_sequence(
+            self,
+            listed,
+            self.parts,
+            rank=self.stage_id,
+            ranks=self.num_stages,
+            build=self._build,
+            interval=activation_checkpoint_interval,
+            again=activation_checkpoint_func,
+            seed=base_seed if seed_layers else None,
+            set_seed=self.seed_fn,
+        )
+
+    loss_fn: Callable[[Any, Any], Tensor] | None
+
+    def _build(self, number: int, layer: Layer) -> Any:
+        if self.seed_layers:
+            self.seed_fn(self.base_seed + number)
+        return layer.make()
+
+    def divide(self) -> World:
+        """The ranks as the topology divides them: only the last stage reports metrics. A collective, which creates
+        process groups."""
+        tensor = max(self._topology.get_dim("model"), 1)
+        world = divide_axes(self._world, pipe=self.num_stages, tensor=tensor, order=order_ranks(self._topology))
+        last = world.pipe.rank == world.pipe.size - 1
+        return dataclasses.replace(world, opaque=tensor > 1, reports=last)
+
+    def topology(self) -> ProcessTopology:
+        """The topology."""
+        return self._topology
+
+    def num_pipeline_stages(self) -> int:
+        """The number of stages."""
+        return self.num_stages
+
+    def ckpt_prefix(self, checkpoints_path: str, tag: str) -> str:
+        """The beginning of the names of checkpoint files with layers of this module, for programs that write them."""
+        return os.path.join(checkpoints_path, str(tag), "module")
+
+    def ckpt_layer_path(self, ckpt_dir: str, local_layer_idx: int) -> str:
+        """The file for one of this rank's layers, counted from its first."""
+        number = self.parts[self.stage_id] + local_layer_idx
+        place = self._topology.get_rank_repr(self._world.everyone.rank)
+        return os.path.join(ckpt_dir, f"layer_{number:02d}{f'-{place}' if place else ''}-model_states.pt")
+
+
+def _require_topology(topology: ProcessTopology | None, stages: int | None, ranks: int) -> ProcessTopology:
+    if topology is None:
+        if stages is None:
+            raise UsageError("PipelineModule needs num_stages or topology", hint="for example num_stages=2")
+        if ranks % stages:
+            raise UsageError(
+                f"{ranks} rank{'s' * (ranks > 1)} do not divide into pipelines of {stages} stages",
+                hint=f"start {stages * max(1, ranks // stages)} ranks",
+            )
+        return PipeDataParallelTopology(num_pp=stages, num_dp=ranks // stages)
+    if stages is not None and stages != topology.get_dim("pipe"):
+        raise UsageError(f"num_stages is {stages}, but the topology has {topology.get_dim('pipe')}")
+    if topology.world_size() != ranks:
+        raise UsageError(f"{topology} has {topology.world_size()} ranks, but the job has {ranks}")
+    return topology
+
+
+def _measure(layers: Sequence[Layer], example: Any, device: torch.device) -> list[float]:
+    """The seconds of a forward and backward pass of each layer, from the inputs of a micro batch. Raises UsageError."""
+    if example is None:
+        raise UsageError(
+            "partition_method time measures the layers, and needs inputs for them",
+            hint="pass example=..., the inputs of a micro batch",
+        )
+    made: dict[str, Any] = {}
+    seconds, value = [], example
+    with torch.random.fork_rng(), torch.enable_grad():
+        for layer in layers:
+            if layer.name not in made:
+                built = layer.made[0] if layer.made else layer.make()
+                made[layer.name] = built.to(device) if isinstance(built, nn.Module) else built
+            own = made[layer.name]
+            times = []
+            for _ in range(3):
+                started = _read_clock(device)
+                outputs = own(value) if layer.call is None else layer.call(own, value)
+                reached = [tensor for tensor in list_tensors(outputs) if tensor.requires_grad]
+                if reached:
+                    torch.autograd.backward(reached, [torch.ones_like(tensor) for tensor in reached])
+                times.append(_read_clock(device) - started)
+            seconds.append(min(times))
+            if isinstance(own, nn.Module):
+                own.zero_grad(set_to_none=True)
+            value = _detach(outputs)
+    return seconds
+
+
+def _read_clock(device: torch.device) -> float:
+    if device.type == "cuda":
+        torch.cuda.synchronize(device)
+    return time.perf_counter()
+
+
+def _detach(value: Any) -> Any:
+    from dsjob.torch_private import tree_map_only
+
+    return tree_map_only(Tensor, lambda tensor: tensor.detach().requires_grad_(tensor.requires_grad), value)

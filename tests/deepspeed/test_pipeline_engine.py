@@ -1,0 +1,245 @@
+"""`deepspeed.pipe` as programs use it: the manual's AlexNet and tied layers, schedules of one's own, ends of data."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Iterator
+from typing import Any
+
+import pytest
+import torch
+from pipelines import Block, deal, find_loss, list_specs, make_engine, train
+from ranks import run_ranks
+from torch import Tensor, nn
+
+import dsjob.deepspeed as deepspeed
+from dsjob.deepspeed.pipe import LayerSpec, PipelineModule, TiedLayerSpec, TiledLayerSpec
+from dsjob.deepspeed.runtime.pipe.engine import EndOfDataError, PipelineEngine, PipelineError
+from dsjob.deepspeed.runtime.pipe.schedule import (
+    BackwardPass,
+    ForwardPass,
+    LoadMicroBatch,
+    OptimizerStep,
+    PipeSchedule,
+    RecvActivation,
+    RecvGrad,
+    ReduceGrads,
+    ReduceTiedGrads,
+    SendActivation,
+    SendGrad,
+)
+from dsjob.errors import DataError, LostRankError, UsageError
+from dsjob.ranks.mesh import World
+
+
+class AlexNet(nn.Module):
+    """As torchvision writes it, but small: features, then a classifier."""
+
+    def __init__(self, classes: int = 3) -> None:
+        super().__init__()
+        self.features = nn.Sequential(
+            nn.Conv2d(3, 8, 3, stride=2, padding=1),
+            nn.ReLU(),
+            nn.MaxPool2d(2),
+            nn.Conv2d(8, 8, 3, padding=1),
+            nn.ReLU(),
+        )
+        self.avgpool = nn.AdaptiveAvgPool2d((2, 2))
+        self.classifier = nn.Sequential(nn.Dropout(0.0), nn.Linear(32, 16), nn.ReLU(), nn.Linear(16, classes))
+
+    def forward(self, images: Tensor) -> Tensor:
+        return self.classifier(torch.flatten(self.avgpool(self.features(images)), 1))
+
+    def to_layers(self) -> list[Any]:
+        return [*self.features, self.avgpool, lambda x: torch.flatten(x, 1), *self.classifier]
+
+
+def make_images(step: int) -> list[tuple[Tensor, Tensor]]:
+    generator = torch.Generator().manual_seed(step)
+    return [
+        (torch.randn(4, 3, 8, 8, generator=generator), torch.randint(3, (4,), generator=generator)) for _ in range(2)
+    ]
+
+
+def train_alexnet(world: World) -> list[float]:
+    torch.manual_seed(0)
+    net = PipelineModule(layers=AlexNet().to_layers(), loss_fn=nn.CrossEntropyLoss(), num_stages=world.everyone.size)
+    config = {
+        "train_batch_size": 8,
+        "train_micro_batch_size_per_gpu": 4,
+        "optimizer": {"type": "SGD", "params": {"lr": 0.1}},
+    }
+    data = [sample for step in range(3) for pair in make_images(step) for sample in zip(*pair, strict=True)]
+    engine, _, loader, _ = deepspeed.initialize(
+        model=net, model_parameters=[p for p in net.parameters() if p.requires_grad], config=config, training_data=data
+    )
+    assert type(engine) is PipelineEngine
+    assert engine.is_first_stage() == (engine.stage_id == 0)
+    given = iter([pair for step in range(3) for pair in make_images(step)])
+    losses = [float(engine.train_batch(data_iter=given)) for _ in range(3)]
+    engine.set_dataloader(loader)
+    return [*losses, *(float(engine.train_batch()) for _ in range(4))]
+
+
+def test_alexnet_as_layers() -> None:
+    """In a program, and against plain PyTorch."""
+    first, second = run_ranks(train_alexnet, 2)
+    assert first == second
+    (alone,) = run_ranks(train_alexnet, 1)
+    assert first == pytest.approx(alone, rel=1e-6)
+    torch.manual_seed(0)
+    net = AlexNet()
+    optimizer = torch.optim.SGD(net.parameters(), 0.1)
+    for step in range(3):
+        losses = [nn.functional.cross_entropy(net(images), labels) for images, labels in make_images(step)]
+        mean = torch.stack(losses).mean()
+        assert first[step] == pytest.approx(float(mean.detach()), rel=1e-5)
+        mean.backward()
+        torch.nn.utils.clip_grad_norm_(net.parameters(), 1.0)
+        optimizer.step()
+        optimizer.zero_grad()
+
+
+class AllForwardFirst(PipeSchedule):
+    """A schedule of a program's own, written with blocking messages in mind."""
+
+    def num_pipe_buffers(self) -> int:
+        return self.micro_batches
+
+    def steps(self) -> Iterator[list[Any]]:
+        first, last = self.is_first_stage, self.is_last_stage
+        for number in range(self.micro_batches):
+            yield [
+                *([] if first else [RecvActivation(number)]),
+                *([LoadMicroBatch(number)] if first or last else []),
+                ForwardPass(number),
+                *([] if last else [SendActivation(number)]),
+            ]
+        for number in reversed(range(self.micro_batches)):
+            yield [
+                *([] if last else [RecvGrad(number)]),
+                BackwardPass(number),
+                *([] if first else [SendGrad(number)]),
+            ]
+        yield [ReduceTiedGrads(), ReduceGrads(), OptimizerStep()]
+
+
+class Backwards(AllForwardFirst):
+    """Its stages disagree about the order of gradients."""
+
+    def steps(self) -> Iterator[list[Any]]:
+        steps = list(super().steps())
+        if self.is_first_stage:
+            steps[0] = [*steps[0], RecvGrad(0)]
+        yield from steps
+
+
+def use_own_schedules(world: World) -> list[Any]:
+    own = train(make_engine(world, 2, schedule=AllForwardFirst), 3)
+    usual = train(make_engine(world, 2), 3)
+    with pytest.raises(UsageError) as found:
+        train(make_engine(world, 2, schedule=Backwards), 1)
+    return [own["losses"], usual["losses"], found.value.message]
+
+
+def test_a_schedule_of_ones_own() -> None:
+    for own, usual, refused in run_ranks(use_own_schedules, 2):
+        assert own == pytest.approx(usual, rel=1e-6)
+        assert refused == (
+            "Backwards: the stages would wait for one another for ever: stage 0 in RecvGrad(buffer_id=0), stage 1 in"
+            " RecvActivation(buffer_id=1)"
+        )
+
+
+def call_everything(world: World) -> dict[str, Any]:
+    engine = make_engine(world, 2)
+    refused = []
+    for call in (engine.forward, engine, engine.backward, engine.step):
+        with pytest.raises(PipelineError) as error:
+            call()
+        refused.append(error.value.message)
+    with pytest.raises(DataError, match="train_batch has no data"):
+        make_engine(world, 2).train_batch()
+    pairs = deal(engine.world, engine.micro_batches, 3)
+    engine.set_dataiterator(({"x": inputs, "y": labels} for inputs, labels in pairs))
+    engine.set_batch_fn(lambda batch: (batch["x"], batch["y"]))
+    losses = [float(engine.train_batch()) for _ in range(3)]
+    engine.set_batch_fn(lambda batch: batch)
+    data = list(deal(engine.world, engine.micro_batches, 1))
+    loss, logits = engine.eval_batch(iter(data), return_logits=True)
+    only = engine.eval_batch(iter(data), compute_loss=False)
+    last = engine.is_last_stage()
+    each = engine.eval_batch(iter(data), reduce_output=None)
+    if last:
+        assert torch.equal(logits, only)
+        assert float(find_loss(logits, torch.cat([labels for _, labels in data]))) == pytest.approx(float(loss))
+        assert float(each.mean()) == pytest.approx(float(loss))
+    else:
+        assert (logits, only, each) == (None, None, None)
+    engine.grid.stage_to_global(1)
+    return {
+        "refused": refused,
+        "losses": losses,
+        "loss": float(loss),
+        "place": (engine.num_stages, engine.get_pipeline_parallel_rank(), engine.grid.stage_to_global(1)),
+        "bound": engine.is_gradient_accumulation_boundary(),
+        "names": TiledLayerSpec is TiedLayerSpec and repr(LayerSpec(Block, 3, width=4)),
+        "steps": (engine.global_steps, engine.global_samples),
+    }
+
+
+def test_calls_of_a_pipeline_engine() -> None:
+    first, last = run_ranks(call_everything, 2)
+    assert first["refused"] == [
+        *["a pipeline has no forward() of its own"] * 2,
+        "a pipeline has no backward() of its own",
+        "a pipeline has no step() of its own",
+    ]
+    assert (first["losses"], first["loss"]) == (last["losses"], last["loss"])
+    assert (first["place"], last["place"]) == ((2, 0, 1), (2, 1, 1))
+    assert (first["bound"], first["names"], first["steps"]) == (False, "Block(3, width=4)", (3, 96))
+
+
+def fail(world: World, how: str) -> tuple[str, str, float]:
+    """How each of three stages learns that something is wrong on one of them."""
+    micro = {"unequal": 4 if world.everyone.rank == 0 else 3}.get(how, 4)
+    config = {"train_batch_size": micro * 4}
+    engine = make_engine(world, 3, micro=micro, config=config)
+    batches: Iterator[Any] = deal(engine.world, micro, 1, rows=micro * 4)
+    if how == "data" and world.everyone.rank == 0:
+        batches = iter(list(batches)[:2])
+    if how == "layer" and engine.stage_id == 1:
+        engine.module.get_submodule("2").forward = lambda given: given[0].no_such_thing
+    if how == "loss":
+        engine.module.loss_fn = lambda outputs, labels: outputs[:, :2]
+    started = time.monotonic()
+    try:
+        engine.train_batch(batches)
+    except Exception as error:
+        return type(error).__name__, str(error), time.monotonic() - started
+    return "", "", 0.0
+
+
+@pytest.mark.parametrize("how", ["data", "layer", "loss", "unequal"])
+def test_a_stage_that_fails_is_named_on_all_stages(how: str) -> None:
+    found = run_ranks(fail, 3, how)
+    guilty, kind, told = {
+        "data": (0, "EndOfDataError", "the data ended after 2 of 4 micro batches"),
+        "layer": (1, "AttributeError", "no_such_thing"),
+        "loss": (2, "UsageError", "the loss must be a scalar tensor"),
+        "unequal": (1, "UsageError", "stage 0 sent micro batch 1 of 4, but stage 1 expects 1 of 3"),
+    }[how]
+    assert issubclass(EndOfDataError, StopIteration)
+    for rank, (name, text, seconds) in enumerate(found):
+        assert told in text
+        assert name == (kind if rank == guilty else "LostRankError"), (rank, name, text)
+        if rank != guilty:
+            assert f"stage {guilty} of the pipeline failed" in text
+        assert seconds < 20
+    assert LostRankError.exit_code == 76
+
+
+def test_specs_are_listed() -> None:
+    assert [type(spec).__name__ for spec in list_specs(2)] == [
+        "TiedLayerSpec", "LayerSpec", "LayerSpec", "TiedLayerSpec",
+    ]  # fmt: skip

@@ -1,0 +1,191 @@
+"""Pipelines give the numbers of one process: for every schedule, partition, topology, ZeRO stage and precision."""
+
+from __future__ import annotations
+
+from functools import cache, partial
+from typing import Any
+
+import pytest
+import torch
+from pipelines import ROWS, list_specs, make_engine, train
+from ranks import run_ranks
+
+from dsjob.deepspeed.pipe import PipeDataParallelTopology, ProcessTopology
+from dsjob.deepspeed.runtime.pipe.schedule import TrainSchedule
+from dsjob.errors import UsageError
+from dsjob.pipelines.orders import SCHEDULES
+from dsjob.ranks.mesh import World
+
+STEPS = 20
+Case = dict[str, Any]
+
+
+def run(world: World, cases: list[Case], steps: int) -> list[Any]:
+    found = []
+    for case in cases:
+        given = dict(case)
+        name = given.pop("by", None)
+        if name == "TrainSchedule":
+            given["schedule"] = TrainSchedule
+        elif name is not None:
+            given["schedule"] = partial(SCHEDULES[name], chunks=given.get("chunks", 1))
+        if "axes" in given:
+            given["topology"] = ProcessTopology(*given.pop("axes"))
+        stages = given.pop("stages", 1)
+        data = world.everyone.size // stages
+        found.append(train(make_engine(world, stages, micro=8 // data, **given), steps))
+    return found
+
+
+@cache
+def run_alone(steps: int, **config: Any) -> Any:
+    return run_ranks(run, 1, [{"config": {name: {"enabled": True} for name in config}}], steps)[0][0]
+
+
+def compare(cases: list[Case], ranks: int, *, steps: int = STEPS, tolerance: float = 1e-5, **config: Any) -> None:
+    alone = run_alone(steps, **config)
+    whole = alone["weights"]
+    for of_rank in run_ranks(run, ranks, cases, steps):
+        for case, found in zip(cases, of_rank, strict=True):
+            assert found["losses"] == pytest.approx(alone["losses"], rel=tolerance), case
+            assert found["norms"] == pytest.approx(alone["norms"], rel=100 * tolerance), case
+            assert found["eval"] == pytest.approx(alone["eval"], rel=tolerance), case
+            assert found["weights"].keys() <= whole.keys()
+            for name, tensor in found["weights"].items():
+                torch.testing.assert_close(tensor, whole[name], rtol=0, atol=10 * tolerance)
+    assert alone["losses"][-1] < 0.9 * alone["losses"][0]
+
+
+TWO: list[Case] = [
+    {"stages": 2, "by": "1f1b"},
+    {"stages": 2, "by": "gpipe", "partition_method": "uniform"},
+    {"stages": 2, "by": "zero-bubble", "partition_method": "type:block"},
+    {"stages": 2, "by": "interleaved", "chunks": 2},
+]
+MORE: list[Case] = [
+    {"stages": 2, "by": "TrainSchedule", "partition_method": "time"},
+    {"stages": 2, "by": "zero-bubble", "chunks": 3},
+    {"stages": 2, "by": "interleaved", "chunks": 3},
+    {"stages": 2, "activation_checkpoint_interval": 1},
+    {"stages": 2, "activation_checkpoint_interval": 2, "by": "gpipe"},
+]
+
+
+def test_every_schedule_gives_the_losses_of_one_process() -> None:
+    compare(TWO, 2)
+
+
+@pytest.mark.full
+def test_more_schedules() -> None:
+    example = torch.zeros(4, 5, dtype=torch.int64)
+    compare([{**case, "example": example} if case.get("partition_method") == "time" else case for case in MORE], 2)
+
+
+FOUR: list[Case] = [
+    {"stages": 2, "stage": 0},
+    {"stages": 2, "stage": 1, "by": "interleaved", "chunks": 2},
+    {"stages": 2, "stage": 2, "axes": (["data", "pipe"], [2, 2])},
+]
+FOUR_MORE: list[Case] = [
+    {"stages": 2, "stage": 3},
+    {"stages": 2, "stage": 1, "by": "zero-bubble"},
+    {"stages": 2, "stage": 2, "by": "zero-bubble"},
+    {"stages": 4, "by": "1f1b"},
+    {"stages": 4, "by": "gpipe"},
+    {"stages": 4, "by": "zero-bubble"},
+    {"stages": 4, "by": "TrainSchedule"},
+    {"stages": 2, "stage": 3, "activation_checkpoint_interval": 1},
+    {"stages": 1, "stage": 1, "axes": (["pipe", "data"], [1, 4])},
+]
+
+
+def test_pipelines_of_several_data_parallel_ranks() -> None:
+    compare(FOUR, 4)
+
+
+@pytest.mark.full
+def test_more_pipelines_on_four_ranks() -> None:
+    compare(FOUR_MORE, 4)
+
+
+@pytest.mark.full
+@pytest.mark.parametrize("stage", [0, 1])
+def test_pipelines_on_eight_ranks(stage: int) -> None:
+    cases = [{"stages": stages, "stage": stage, "layers": None} for stages in (2, 4)]
+    compare([{k: v for k, v in case.items() if v is not None} for case in cases], 8)
+
+
+@pytest.mark.parametrize("name", ["bf16", pytest.param("fp16", marks=pytest.mark.full)])
+def test_half_precision(name: str) -> None:
+    config = {name: {"enabled": True}}
+    cases = [{"stages": 2, "config": config}, {"stages": 2, "config": config, "by": "interleaved", "chunks": 2}]
+    compare(cases[: None if name == "fp16" else 1], 2, steps=6, tolerance=2e-2, **{name: True})
+
+
+def overflow(world: World) -> list[Any]:
+    """Only the first stage's gradients overflow: all stages skip the step, and lower their one loss scale."""
+    config = {"fp16": {"enabled": True, "initial_scale_power": 4, "hysteresis": 1}}
+    engine = make_engine(world, 2, config=config)
+    if engine.is_first_stage():
+        for parameter in engine.module.parameters():
+            parameter.register_hook(lambda gradient: gradient * float("inf"))
+            break
+    found = train(engine, 1)
+    return [engine.skipped_steps, engine.loss_scale(), found["losses"]]
+
+
+def test_an_overflow_on_one_stage_skips_the_step_on_all() -> None:
+    first, second = run_ranks(overflow, 2)
+    assert first == second
+    assert first[:2] == [1, 8.0]
+
+
+def look_at_layers(world: World) -> dict[str, Any]:
+    engine = make_engine(world, 2, layers=list_specs(6), partition_method="uniform")
+    return {
+        "names": sorted({name.split(".")[0] for name, _ in engine.module.named_parameters()}),
+        "parts": engine.module.parts,
+        "path": engine.module.ckpt_layer_path("folder", 1),
+        "topology": isinstance(engine.module.topology(), PipeDataParallelTopology),
+    }
+
+
+def test_a_rank_builds_only_its_own_layers() -> None:
+    first, last = run_ranks(look_at_layers, 2)
+    assert (first["names"], last["names"]) == (["0", "1", "2", "3"], ["0", "4", "5", "6"])
+    assert first["parts"] == last["parts"] == [0, 4, 8]
+    assert (first["path"], last["path"]) == ("folder/layer_01-model_states.pt", "folder/layer_05-model_states.pt")
+    assert first["topology"]
+
+
+def refuse(world: World) -> list[str]:
+    said = []
+    for given in (
+        {"stages": 3},
+        {"stages": None},
+        {"stages": 2, "layers": [*list_specs(), "text"]},
+        {"stages": 2, "partition_method": "time"},
+        {"stages": 2, "partition_method": "memory"},
+        {"stages": 2, "chunks": 4},
+    ):
+        with pytest.raises(UsageError) as found:
+            make_engine(world, given.pop("stages"), **given)  # type: ignore[arg-type]
+        said.append(found.value.message)
+    return said
+
+
+def test_mistakes() -> None:
+    said = run_ranks(refuse, 2)
+    assert (
+        said[0]
+        == said[1]
+        == [
+            "2 ranks do not divide into pipelines of 3 stages",
+            "PipelineModule needs num_stages or topology",
+            "layer 6 of the pipeline is str, which cannot be called",
+            "partition_method time measures the layers, and needs inputs for them",
+            "pipeline partition memory is unknown",
+            "6 layers cannot be divided among 8 stages",
+        ]
+    )
+    assert ROWS % 8 == 0
