@@ -47,9 +47,11 @@ _MOST_UNKNOWN = 20  # overrides of unknown keys to report: finding each composes
 
 @contextmanager
 def open_hydra(
-    overrides: Sequence[str], *, config_dir: str | None = None, file: Document | None = None
+    overrides: Sequence[str], *, config_dir: str | None = None, file: Document | None = None, whole: bool = False
 ) -> Iterator[Hydra]:
     """Opens Hydra with dsjob's own configs, those in `config_dir`, and a job file. Its errors become UsageError.
+
+    whole: with all keys of the job document, not only those that this job needs.
 
     Hydra's state is global to the process. So a lock admits one thread at a time, and the state of a program's own
     Hydra is restored afterwards.
@@ -64,7 +66,7 @@ def open_hydra(
         search_path.prepend(provider="command-line", path=f"file://{os.path.abspath(config_dir)}", anchor=here)
     with _composing:
         stored, of_program = dict(ConfigStore.instance().repo), GlobalHydra.instance().hydra
-        _store_base(overrides, file)
+        _store_base(_build_tree(overrides, file, whole or config_dir is not None), overrides, file)
         GlobalHydra.instance().clear()
         try:
             with translating(overrides):
@@ -74,13 +76,28 @@ def open_hydra(
             ConfigStore.instance().repo = stored
 
 
-def _store_base(overrides: Sequence[str], file: Document | None) -> None:
-    tree = OmegaConf.create(contract.unset_tree(contract.job_schema()))
-    for section in ("optimizer", "scheduler"):
-        # `check` compares the arguments with those of the type, so Hydra may accept any without a "+".
-        OmegaConf.set_struct(tree[section].params, False)
-    OmegaConf.set_struct(tree.optimizer.param_groups, False)
-    OmegaConf.set_struct(tree.models, False)  # `check` knows which keys of the job a model may override
+def _build_tree(overrides: Sequence[str], file: Document | None, whole: bool) -> DictConfig:
+    """The unset keys of the job document that Hydra needs: it compares overrides with them, and interpolations may
+    read them.
+
+    Hydra copies the tree about ten times, which takes longer than all else. So sections that nothing refers to are
+    left out. Recipes may contain interpolations, and are only read by Hydra itself.
+    """
+    keys = contract.unset_tree(contract.job_schema())
+    texts = [*overrides, *(str(text) for _, text in list_texts(file.value if file is not None else {}))]
+    recipe = any(override.lstrip("+~").startswith("recipe") for override in overrides)
+    if not whole and not recipe and not any("${" in text for text in texts):
+        keys = {key: below for key, below in keys.items() if any(key in override for override in overrides)}
+    tree = OmegaConf.create(keys)
+    # `check` compares the arguments with those of the type, so Hydra may accept any without a "+". It also knows which
+    # keys of the job a model may override.
+    for path in ("optimizer.params", "optimizer.param_groups", "scheduler.params", "models"):
+        if (section := OmegaConf.select(tree, path)) is not None:
+            OmegaConf.set_struct(section, False)
+    return tree
+
+
+def _store_base(tree: DictConfig, overrides: Sequence[str], file: Document | None) -> None:
     store = ConfigStore.instance()
     store.store(name="base", node=tree)
     if file is not None:
@@ -131,7 +148,7 @@ def _refuse(message: str) -> NoReturn:
 def answer(args: argparse.Namespace, overrides: Sequence[str], file: Document | None) -> None:
     """Handles Hydra's own informational flags: --cfg, --info, --shell-completion, --hydra-help."""
     config: dict[str, Any] = {"config_name": CONFIG_NAME, "overrides": list_overrides(overrides, file)}
-    with open_hydra(overrides, config_dir=args.config_dir, file=file) as hydra:
+    with open_hydra(overrides, config_dir=args.config_dir, file=file, whole=True) as hydra:
         if args.shell_completion:
             hydra.shell_completion(config_name=CONFIG_NAME, overrides=list(overrides))
         elif args.info:

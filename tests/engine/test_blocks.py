@@ -189,6 +189,7 @@ def test_a_compiler_that_torch_does_not_know_is_named_with_those_it_knows() -> N
 
 
 @pytest.mark.slow
+@pytest.mark.full
 @pytest.mark.parametrize("mode", ["none", "full", "selective"])
 def test_inductor_trains_as_torch_does(mode: str) -> None:
     expected, _ = train()

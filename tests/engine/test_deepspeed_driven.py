@@ -135,7 +135,7 @@ RANKS = pytest.mark.parametrize("ranks", [pytest.param(1, marks=pytest.mark.full
 
 
 @functools.cache
-def run_on(ranks: int, long: bool = False) -> list[dict[str, Any]]:
+def run_on(ranks: int, long: bool) -> list[dict[str, Any]]:
     """What all ranks of one world have found: DeepSpeed takes long to import. long: only the cases in LONG."""
     return run_ranks(run_all, ranks, long)
 
@@ -185,14 +185,14 @@ SAVED = [
 
 @RANKS
 def test_a_whole_step_is_that_of_its_calls(ranks: int) -> None:
-    for found in run_on(ranks):
+    for found in run_on(ranks, False):
         usual, at_once = found["at once"]
         assert at_once == pytest.approx(usual, rel=1e-6)
 
 
 @RANKS
 def test_deepspeed_follows_a_change_of_the_train_batch(ranks: int) -> None:
-    assert {found["resized"] for found in run_on(ranks)} == {(1, 1)}
+    assert {found["resized"] for found in run_on(ranks, False)} == {(1, 1)}
 
 
 def save_and_load(world: World, long: bool) -> dict[str, Any]:
@@ -254,7 +254,7 @@ def begin_anew(world: World) -> list[Any]:
 
 @RANKS
 def test_a_checkpoint_without_optimizer_state_begins_anew(ranks: int) -> None:
-    for rank in run_on(ranks):
+    for rank in run_on(ranks, False):
         for stage, (first, other) in enumerate(rank["anew"]):
             assert other == first, stage
 
@@ -280,7 +280,7 @@ def train_odd(world: World) -> list[Any]:
 
 
 def test_frozen_tied_unused_parameters_and_buffers() -> None:
-    for rank in run_on(2):
+    for rank in run_on(2, False):
         evaluated, first, aliases, _ = rank["odd"][0]
         assert aliases == {"tied.weight": "first.weight"}
         for other, kept, names, state in rank["odd"][1:]:

@@ -101,7 +101,7 @@ def train_all(world: World, every: int) -> dict[tuple[str, int, bool], list[dict
 
 @pytest.mark.slow
 @pytest.mark.parametrize(
-    ("ranks", "every"), [(2, 2), *(pytest.param(ranks, 1, marks=pytest.mark.full) for ranks in (1, 2))]
+    ("ranks", "every"), [(2, 5), *(pytest.param(ranks, 1, marks=pytest.mark.full) for ranks in (1, 2))]
 )
 def test_freezing_and_training_again_is_that_of_plain_pytorch(ranks: int, every: int) -> None:
     expected = {case: train_by_hand(case) for case, *_ in CASES}

@@ -137,7 +137,7 @@ def test_every_way_trains_as_a_loop_by_hand(stage: int, accumulation: int) -> No
                 torch.testing.assert_close(weights[name], tensor, rtol=0, atol=2e-6, msg=f"{way}: {name}")
 
 
-@pytest.mark.parametrize("stage", [0, 3])
+@pytest.mark.parametrize("stage", [0, pytest.param(3, marks=pytest.mark.full)])
 def test_every_way_trains_in_fp16(stage: int) -> None:
     expected = train_by_hand(STEPS)
     for result in run_ranks(train_every_way, 2, stage, 3, True):

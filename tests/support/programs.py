@@ -218,6 +218,7 @@ def _begin(command: list[str], cwd: str, environment: dict[str, str], folder: st
     sys.path[:] = [path for path in sys.path if path != str(Path(DSJOB).parent)]
     Fork.recorded = f"{folder}/{RANKS}"
     from torch.distributed.elastic.multiprocessing.subprocess_handler import subprocess_handler
+    from torch.distributed.elastic.rendezvous import dynamic_rendezvous
 
     from dsjob.launch import comparison, supervisor
     from dsjob.programs import launch
@@ -228,6 +229,8 @@ def _begin(command: list[str], cwd: str, environment: dict[str, str], folder: st
     supervisor.start_process = Fork
     launch.replace_process = lambda _, command: execute(command)
     subprocess_handler.Popen = Fork  # type: ignore[attr-defined, misc, assignment]
+    # For its log, torchrun looks up the source of its callers, which takes it longer than all else.
+    dynamic_rendezvous.get_method_name = lambda depth=2: "a method"
     execute(command)
 
 
