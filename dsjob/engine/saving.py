@@ -182,7 +182,9 @@ class Saving(Readings):
         if self.world.model.size > 1:
             raise UsageError(
                 "save_16bit_model writes one file, but each model-parallel rank has only a part of the model",
-                hint="call save_checkpoint, then `dsjob convert --model mp_rank_00` for each part",
+                hint="call save_checkpoint, then `dsjob convert --model mp_rank_00` for each part"
+                if self.world.opaque
+                else "call save_checkpoint, then `dsjob convert --to fp32`",
             )
         zero = self.spec.zero_optimization
         if zero.stage == 3 and self.world.data_size > 1 and not zero.stage3_gather_16bit_weights_on_model_save:

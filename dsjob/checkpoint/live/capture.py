@@ -15,6 +15,7 @@ from dsjob.checkpoint.live.objects import Kept, capture_objects
 from dsjob.checkpoint.live.prepared import PreparedSave
 from dsjob.checkpoint.live.rng import capture_rng
 from dsjob.checkpoint.live.shards import Planner
+from dsjob.checkpoint.live.stages import merge_values
 from dsjob.checkpoint.live.state import TrainingState
 from dsjob.ranks.agreement import all_gather, gather_on_rank_0, on_all_ranks, on_rank_0
 from dsjob.ranks.mesh import World
@@ -24,7 +25,11 @@ class Capture:
     """Captures the state of an engine and of the `objects` beside it. All ranks must call each method."""
 
     def __init__(self, world: World, objects: Kept) -> None:
-        self._everyone, self._data_rank, self._parts = world.everyone, world.data_rank, world.parts
+        self._everyone, self._parts, self._axes = world.everyone, world.parts, world.axes
+        self._stages = world.pipe
+        # One rank for each part of the model is enough: its copies hold the same state.
+        whole = world.opaque or world.tensor.rank == 0
+        self._speaks = world.data_rank == world.context.rank == 0 and whole
         self._objects, self._planner = objects, Planner(world.everyone)
 
     def prepare(
@@ -64,6 +69,7 @@ class Capture:
             "aliases": {f"model.{name}": f"model.{target}" for name, target in plain["aliases"].items()},
             **({"models": plain["models"]} if plain["models"] else {}),
             **({"model_ranks": self._parts.size} if self._parts.size > 1 else {}),
+            **({"axes": list(self._axes)} if self._stages.size > 1 else {}),
             **({"pretrained": plain["pretrained"]} if plain["pretrained"] else {}),
         }
         return PreparedSave(
@@ -108,11 +114,17 @@ class Capture:
 
     def _join_parts(self, own: dict[str, Any]) -> dict[str, Any]:
         """Merges the results of `_list_values` of all model-parallel ranks. A collective, if there are several."""
-        if self._parts.size == 1:
+        if self._parts.size == self._stages.size == 1:
             return own
-        # One rank per part of the model is enough: its data-parallel copies hold the same state.
-        found = all_gather(self._everyone, own if self._data_rank == 0 else None)
-        parts = [part for part in found if part is not None]
+        place = (self._parts.rank, self._stages.rank)
+        found = sorted(
+            (each for each in all_gather(self._everyone, (place, own) if self._speaks else None) if each is not None),
+            key=lambda each: each[0],
+        )
+        stages = [[own for (part, _), own in found if part == number] for number in range(self._parts.size)]
+        parts = [merge_values(each) for each in stages]
+        if self._parts.size == 1:
+            return parts[0]
         models = sorted(name for part in parts for name in part.pop("models"))
         joined = {key: {name: value for part in parts for name, value in part[key].items()} for key in parts[0]}
         return {**joined, "models": models}

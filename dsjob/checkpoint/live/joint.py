@@ -7,7 +7,7 @@ holds one part of the model, named `mp_rank_00`, `mp_rank_01`, ...; its joint st
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Collection, Mapping
 from typing import Any, Protocol
 
 import torch
@@ -64,10 +64,13 @@ class JointState:
             for full, tensor in state.make_optimizer_tensors(_take(shapes, name)).items()
         }
 
-    def load_optimizer(self, tensors: Mapping[str, Tensor], values: Mapping[str, Any]) -> None:
+    def load_optimizer(
+        self, tensors: Mapping[str, Tensor], values: Mapping[str, Any], elsewhere: Collection[str] = ()
+    ) -> None:
         """See TrainingState."""
+        others = dict.fromkeys(elsewhere)
         for name, state in self._states.items():
-            state.load_optimizer(_take(tensors, name), values.get(name, {}))
+            state.load_optimizer(_take(tensors, name), values.get(name, {}), list(_take(others, name)))
 
     def load_scheduler(self, values: Any, rates: bool = True) -> None:
         """See TrainingState."""

@@ -39,7 +39,7 @@ from dsjob.checkpoint.root.catalog import Catalog
 from dsjob.checkpoint.root.run_state import read_job, read_values, restoring
 from dsjob.checkpoint.root.source import locate, open_root, renamed
 from dsjob.errors import CheckpointError
-from dsjob.ranks.agreement import on_all_ranks, on_rank_0
+from dsjob.ranks.agreement import all_gather, on_all_ranks, on_rank_0
 from dsjob.ranks.mesh import World
 from dsjob.ranks.seeding import seed_rng
 
@@ -72,6 +72,7 @@ class Loader:
     def __init__(self, url: str, world: World, catalog: Catalog, objects: Kept) -> None:
         self._url, self._catalog, self._objects = url, catalog, objects
         self._everyone, self._data_rank, self._parts = world.everyone, world.data_rank, world.parts
+        self._stages, self._axes = world.pipe, world.axes
 
     def load(
         self,
@@ -87,15 +88,14 @@ class Loader:
         """See Checkpointer.load."""
         state = view_state(engine, self._parts)
         opened = self._open_any(state, tag, optimizer)
-        foreign = opened.foreign
+        foreign, checkpoint, url, values = opened.foreign, opened.checkpoint, opened.url, opened.values
         if foreign is not None and foreign.run is None:  # weights alone
             optimizer = scheduler = False
-        checkpoint, url, values = opened.checkpoint, opened.url, opened.values
         ours = state.model_tensors()
         if take is None:
             found = self._match(ours, checkpoint, url)
             hint = "load it into the model that it was saved from, or train in another output.dir"
-            require_match(found, ours, checkpoint, strict=strict or found.is_foreign, hint=hint)
+            self._require_match(found, ours, checkpoint, strict=strict or found.is_foreign, hint=hint)
             weights = {name: ours[name] for name in found.taken}
         else:
             # The program receives whole tensors and may map names as it likes, so there is nothing to match.
@@ -112,12 +112,13 @@ class Loader:
             take({name.removeprefix("model."): weight for name, weight in weights.items()})
         # Each rank has its own random generators. On a different number of ranks, they are reseeded from the seed and
         # the step, so that resuming twice gives the same numbers.
-        same_world = len(values.get("rng", {})) == self._everyone.size
+        same_world = self._is_same_world(checkpoint, values)
+        others = self._find_elsewhere(ours)
         notes = self._restore(url, lambda: restore_objects(self._everyone, self._objects, values.get("objects", {})))
 
         def put_back() -> None:
             if optimizer:
-                state.load_optimizer(tensors, values["optimizer"])
+                state.load_optimizer(tensors, values["optimizer"], others)
                 state.load_scaler(values.get("loss_scaler"))  # the first checkpoints did not have this key
             if scheduler:
                 state.load_scheduler(values["scheduler"], rates=optimizer)
@@ -160,9 +161,9 @@ class Loader:
         opened = Opened(root, checkpoint, storage.join(url, checkpoint.folder), {})
         ours = view_state(engine, self._parts).model_tensors()
         found = self._match(ours, checkpoint, opened.url)
-        if strict or not found.taken:
+        if strict or not any(all_gather(self._stages, bool(found.taken))):
             hint = "checkpoint.strict=false loads what matches" if found.taken else "no weight matches the model"
-            require_match(found, ours, checkpoint, strict=True, hint=hint)
+            self._require_match(found, ours, checkpoint, strict=True, hint=hint)
         on_rank_0(self._everyone, lambda: require_sizes(opened.url, checkpoint))
         self._read(opened, {name: ours[name] for name in found.taken})
         engine.restore_counters(engine.counters())  # also refreshes the low-precision copies from the fp32 masters
@@ -197,7 +198,25 @@ class Loader:
             )
         # Each model-parallel rank reads only its own part, by the prefix of its names.
         start = f"model.{name_part(self._parts.rank)}." if saved > 1 else "model."
-        return match(ours, checkpoint, url, start)
+        found = match(ours, checkpoint, url, start)
+        others = self._find_elsewhere(ours)
+        return replace(found, unused=[name for name in found.unused if name not in others])
+
+    def _is_same_world(self, checkpoint: layout.Checkpoint, values: Mapping[str, Any]) -> bool:
+        """Whether the checkpoint was saved by as many ranks, with the same stages."""
+        axes = list(self._axes) if self._stages.size > 1 else None
+        return len(values.get("rng", {})) == self._everyone.size and checkpoint.manifest.get("axes") == axes
+
+    def _require_match(
+        self, found: Matched, ours: Mapping[str, Tensor], checkpoint: layout.Checkpoint, *, strict: bool, hint: str
+    ) -> None:
+        """See `require_match`. A stage of a pipeline raises what another one has found."""
+        check = lambda: require_match(found, ours, checkpoint, strict=strict, hint=hint)  # noqa: E731
+        on_all_ranks(self._stages, check)
+
+    def _find_elsewhere(self, ours: Mapping[str, Tensor]) -> set[str]:
+        """The names of tensors that only other stages of the pipeline have. A collective if there are any."""
+        return {name for names in all_gather(self._stages, list(ours)) for name in names} - set(ours)
 
     def _read(self, opened: Opened, tensors: dict[str, Tensor]) -> None:
         """Fills `tensors`. Each rank reads only the boxes that it holds."""

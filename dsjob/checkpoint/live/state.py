@@ -8,7 +8,7 @@ world size. Averages of weights are stored like optimizer state with the key `em
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from typing import Any
 
@@ -21,6 +21,7 @@ from torch.optim import Optimizer
 from torch.optim.lr_scheduler import LRScheduler, ReduceLROnPlateau
 
 from dsjob.checkpoint.format.values import AVERAGE, decode, encode
+from dsjob.checkpoint.live.stages import take_own
 from dsjob.compute.loss_scale import LossScaler
 from dsjob.errors import CheckpointError
 from dsjob.optim.closed_form import ClosedForm
@@ -146,11 +147,16 @@ class TrainingState:
                 made[full] = torch.empty_like(master.data, dtype=dtype)
         return made
 
-    def load_optimizer(self, tensors: Mapping[str, Tensor], values: Mapping[str, Any]) -> None:
-        """Restores the optimizer. Raises CheckpointError if its class or its parameter groups differ from the saved
-        ones."""
+    def load_optimizer(
+        self, tensors: Mapping[str, Tensor], values: Mapping[str, Any], elsewhere: Collection[str] = ()
+    ) -> None:
+        """Restores the optimizer. elsewhere: checkpoint names of tensors that only other stages of a pipeline have.
+
+        Raises CheckpointError if its class or its parameter groups differ from the saved ones."""
         if self.optimizer is None or not values:
             return
+        if elsewhere:
+            values = take_own(values, self.weights, [name.removeprefix("model.") for name in elsewhere])
         kind = type(self.optimizer).__name__
         if values.get("class", kind) != kind:
             raise CheckpointError(
@@ -162,6 +168,9 @@ class TrainingState:
         names, groups = self._names(), values["groups"]
         ours = [[names[id(p)] for p in group["params"]] for group in self.optimizer.param_groups]
         theirs = [group["names"] for group in groups]
+        # A stage of a pipeline may have no parameter of a group.
+        kept = [group for group, own in zip(self.optimizer.param_groups, ours, strict=True) if own]
+        ours = [group for group in ours if group]
         if sorted(map(sorted, ours)) != sorted(map(sorted, theirs)):
             raise CheckpointError(
                 "the optimizer's parameters differ from those in the checkpoint",
@@ -184,13 +193,16 @@ class TrainingState:
         ordered = []
         for ours_in_group in ours:
             group = by_names[tuple(sorted(ours_in_group))]
-            kept = {key: decode(value, self.device) for key, value in group.items() if key != "names"}
-            ordered.append({**kept, "params": [numbers[name] for name in ours_in_group]})
+            rest = {key: decode(value, self.device) for key, value in group.items() if key != "names"}
+            ordered.append({**rest, "params": [numbers[name] for name in ours_in_group]})
         # load_state_dict replaces tensors in groups, such as a learning rate on the device.
+        empty = [group for group in self.optimizer.param_groups if not group["params"]]
+        self.optimizer.param_groups = kept
         own = [{k: v for k, v in group.items() if isinstance(v, Tensor)} for group in self.optimizer.param_groups]
         self.optimizer.load_state_dict({"state": state, "param_groups": ordered})
         for loaded, held in zip(self.optimizer.param_groups, own, strict=True):
             _fill_held(loaded, held)
+        self.optimizer.param_groups += empty
 
     def scheduler_values(self) -> Any:
         """The schedule's state."""
