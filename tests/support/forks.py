@@ -5,10 +5,8 @@ Each is as good as a new interpreter, without the seconds that importing takes.
 
 from __future__ import annotations
 
-import gc
 import os
 import tempfile
-import weakref
 from collections.abc import Mapping
 from multiprocessing import connection, forkserver, get_context, parent_process, set_start_method
 from multiprocessing.context import ForkServerContext
@@ -17,15 +15,6 @@ import pytest
 
 import dsjob
 
-# None of these starts a thread of torch's, which a fork would lose. FSDP2 imports torch._dynamo at its first use, and
-# DeepSpeed the compiler.
-PRELOADED = [
-    "dsjob.engine.build", "dsjob.training.job", "dsjob.cli.run", "dsjob.document.compose", "torch.distributed.fsdp",
-    "torch.distributed.checkpoint", "torch._dynamo", "torch._inductor.compile_fx", "torch._dynamo.repro.after_dynamo",
-    "torch.distributed.run", "dsjob.programs.launch", "dsjob.launch.comparison", "s3fs", "pytest", "programs",
-    "warmed", "transformers.trainer", "transformers.models.t5.modeling_t5",
-    "transformers.models.llama.modeling_llama", "torchmetrics.text",
-]  # fmt: skip
 _SUPPORT = os.path.dirname(__file__)
 _HOME = os.path.dirname(os.path.dirname(dsjob.__file__))
 
@@ -33,7 +22,7 @@ _HOME = os.path.dirname(os.path.dirname(dsjob.__file__))
 def get_forks() -> ForkServerContext:
     """multiprocessing, with processes that are such forks."""
     context = get_context("forkserver")
-    context.set_forkserver_preload(PRELOADED)
+    context.set_forkserver_preload(["warmed"])
     # The server imports the same dsjob as this process: in a worktree, that is not the installed one.
     with pytest.MonkeyPatch.context() as patch:
         patch.setenv("PYTHONSAFEPATH", "1")
@@ -45,10 +34,6 @@ def get_forks() -> ForkServerContext:
 
 def begin_anew(environment: Mapping[str, str]) -> None:
     """Gives this process the environment and nothing else. What torch reads at its import it has read before."""
-    gc.freeze()  # DeepSpeed and transformers often collect garbage: nothing of what was imported before
-    # torch's libraries of operators would be taken apart at exit, which copies 40 MB of the server's memory.
-    for finalizer in list(weakref.finalize._registry):  # type: ignore[attr-defined]
-        finalizer.atexit = False
     os.environ.clear()
     os.environ.update(environment)
     tempfile.tempdir = None  # else that of the process that was forked
