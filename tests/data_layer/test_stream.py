@@ -248,6 +248,7 @@ class SlowShards(Sharded):
 
 
 @pytest.mark.parametrize(("kind", "workers"), [("plain", 0), ("plain", 2), ("shards", 2), ("old", 0), ("old", 2)])
+@pytest.mark.full("plain-2", "old-0", "shards-2")
 def test_a_replay_tells_how_far_it_is(kind: str, workers: int, monkeypatch: pytest.MonkeyPatch) -> None:
     """old: a checkpoint of a version that stored no position."""
     monkeypatch.setattr("dsjob.data.replay.EVERY", 0.05)

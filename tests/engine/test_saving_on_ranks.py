@@ -5,7 +5,7 @@ from __future__ import annotations
 import json
 import os
 import signal
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -158,8 +158,8 @@ def read_own(folder: Path, step: int) -> list[list[int]]:
     return [of_rank["values"]["numbers"] for of_rank in read_objects(folder, step)["callbacks.own"]]
 
 
-def resume_everywhere(world: World, folder: str, workers: int) -> None:
-    """A run without interruption, then runs that end at each of its steps and are continued."""
+def resume_everywhere(world: World, folder: str, workers: int, ends: Sequence[int]) -> None:
+    """A run without interruption, then runs that end at some of its steps and are continued."""
     occasions._SECONDS = 0.0
     sections: dict[str, Any] = {
         "data": {"train": {"_target_": "small_jobs.Data", "noisy": workers > 0}, "num_workers": workers},
@@ -168,7 +168,6 @@ def resume_everywhere(world: World, folder: str, workers: int) -> None:
         "checkpoint": {"every": 1, "keep": 0},
     }
     run(make_document(f"{folder}/whole", **sections), world)
-    ends = range(1, 7) if not workers else (3, 6)
     for end in ends:
         document = make_document(f"{folder}/{end}", **sections)
         assert "Preempted" in attempt(document, world, at_step(end, lambda: send(signal.SIGTERM)))
@@ -177,14 +176,21 @@ def resume_everywhere(world: World, folder: str, workers: int) -> None:
 
 @pytest.mark.slow
 @pytest.mark.parametrize(
-    ("world_size", "workers"),
-    [(1, 2), (2, 0), *(pytest.param(*other, marks=pytest.mark.full) for other in ((1, 0), (2, 2)))],
+    ("world_size", "workers", "ends"),
+    [
+        (2, 0, (1, 4)),
+        *(
+            pytest.param(*other, marks=pytest.mark.full)
+            for other in ((1, 0, range(1, 7)), (2, 0, range(1, 7)), (1, 2, (3, 6)), (2, 2, (3, 6)))
+        ),
+    ],
 )
-@pytest.mark.full("1-2")
-def test_a_run_that_ends_anywhere_goes_on_bit_for_bit(tmp_path: Path, world_size: int, workers: int) -> None:
-    run_ranks(resume_everywhere, world_size, str(tmp_path), workers)
+def test_a_run_that_ends_anywhere_goes_on_bit_for_bit(
+    tmp_path: Path, world_size: int, workers: int, ends: Sequence[int]
+) -> None:
+    run_ranks(resume_everywhere, world_size, str(tmp_path), workers, ends)
     whole = read_digests(tmp_path / "whole", 8)
     continued = [path for path in tmp_path.iterdir() if path.name != "whole"]
-    assert len(continued) == (2 if workers else 6)
+    assert len(continued) == len(ends)
     for folder in continued:
         assert read_digests(folder, 8) == whole, folder

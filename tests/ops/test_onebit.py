@@ -226,7 +226,7 @@ def test_the_binding_for_gpus_gives_the_same_bits_on_a_cpu(tmp_path: Path) -> No
     run_ranks(compare_binding, 1, str(build_on_host("onebit_cuda", tmp_path)))
 
 
-@pytest.mark.parametrize("architecture", ["80", pytest.param("90", marks=pytest.mark.full)])
+@pytest.mark.parametrize("architecture", ["80", "90"])
 def test_nvcc_compiles_the_kernels(tmp_path: Path, architecture: str) -> None:
     if lacking := lacks_commands("nvcc"):
         pytest.skip(str(lacking))

@@ -148,6 +148,7 @@ def train_apart(world: World, optimizer: dict[str, Any], config: dict[str, Any],
         ["fp32", "bf16", "fp16"],
     ),
 )
+@pytest.mark.full("ZeroOneAdam-var_update_scaler-fp16")
 def test_after_the_freeze_ranks_have_the_same_weights(optimizer: dict[str, Any], config: dict[str, Any]) -> None:
     steps = 8  # ZeroOneAdam's ranks have just met
     first, *others = run_ranks(train_apart, 2, optimizer, config, steps)
@@ -222,6 +223,7 @@ def train_and_resume(world: World, folder: str, optimizer: dict[str, Any], confi
 @pytest.mark.parametrize(
     ("optimizer", "config"), cross([{"fp16": {"enabled": True}}, {"gradient_clipping": 0.5}], ["fp16", "fp32"])
 )
+@pytest.mark.full("OneBitLamb-fp32", "ZeroOneAdam-var_update_scaler-fp16")
 def test_a_resumed_run_goes_on_bit_for_bit(tmp_path: Path, optimizer: dict[str, Any], config: dict[str, Any]) -> None:
     assert run_ranks(train_and_resume, 2, str(tmp_path), optimizer, config) == [[], []]
 
@@ -241,6 +243,7 @@ def measure_state(world: World, optimizer: dict[str, Any], folder: str) -> tuple
 
 @pytest.mark.slow
 @pytest.mark.parametrize("optimizer", [EARLY[0], EARLY[1], EARLY[3]], ids=name_optimizer)
+@pytest.mark.full("OneBitLamb")
 def test_state_and_checkpoints_are_as_large_as_planned(tmp_path: Path, optimizer: dict[str, Any]) -> None:
     for held, planned, saved in run_ranks(measure_state, 2, optimizer, str(tmp_path)):
         assert held == pytest.approx(planned, rel=0.02)
@@ -313,6 +316,7 @@ def use_branches(world: World, optimizer: dict[str, Any]) -> tuple[list[float], 
 
 @pytest.mark.slow
 @pytest.mark.parametrize("optimizer", [EARLY[0], EARLY[1], EARLY[3]], ids=name_optimizer)
+@pytest.mark.full("OneBitLamb")
 def test_ranks_may_use_other_parameters_and_begin_each_step_with_the_same_buffers(optimizer: dict[str, Any]) -> None:
     (first, weights), (second, others) = run_ranks(use_branches, 2, optimizer)
     assert first == second

@@ -181,13 +181,13 @@ def test_stages_agree_with_each_other_and_with_fp32(world_size: int, accumulatio
                 assert difference.mean() < 1e-3, name
 
 
-def follow_fp32_curves(world: World) -> list[tuple[str, float]]:
-    """The largest difference from DeepSpeed's own fp32 losses, of fp16 at every stage."""
+def follow_fp32_curves(world: World, stages: tuple[int, ...]) -> list[tuple[str, float]]:
+    """The largest difference from DeepSpeed's own fp32 losses, of fp16 at some stages."""
     batches, found = read_fixture("batches.json")[str(world.data_rank)], []
     for run in read_fixture("losses.json"):
         if run["dtype"] != "fp32" or run["stage"] not in (0, 3):
             continue
-        for stage in range(4):
+        for stage in stages:
             config = {**run["config"], "zero_optimization": {"stage": stage}, "fp16": {"enabled": True}}
             engine = dsjob.initialize(model=build_net(), config=config)[0]
             worst = 0.0
@@ -201,9 +201,10 @@ def follow_fp32_curves(world: World) -> list[tuple[str, float]]:
 
 
 @pytest.mark.slow
-def test_losses_stay_near_deepspeeds_in_fp32() -> None:
-    found = run_ranks(follow_fp32_curves, 2)[0]
-    assert len(found) == 8
+@pytest.mark.parametrize("stages", [(2,), pytest.param((0, 1, 3), marks=pytest.mark.full)])
+def test_losses_stay_near_deepspeeds_in_fp32(stages: tuple[int, ...]) -> None:
+    found = run_ranks(follow_fp32_curves, 2, stages)[0]
+    assert len(found) == 2 * len(stages)
     for name, worst in found:
         assert worst < 5e-4, name
 

@@ -90,6 +90,7 @@ def predivide(world: World) -> dict[str, tuple[list[float], bool]]:
 
 @pytest.mark.slow
 @pytest.mark.parametrize("world_size", [2, 3])
+@pytest.mark.full("2")
 def test_gradients_may_be_divided_before_and_after_they_are_summed(world_size: int) -> None:
     for found in run_ranks(predivide, world_size):
         expected, overflows = found["neither"]

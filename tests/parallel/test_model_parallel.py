@@ -107,7 +107,7 @@ def run_all(world: World, folder: str) -> Outcome:
         ("bf16", {"bf16": {"enabled": True}}),
         ("fp16", {"fp16": {"enabled": True, "initial_scale_power": 8}}),
     ):
-        found[name] = [train(make_engine(Unit(), stage, **more)) for stage in STAGES]
+        found[name] = [train(make_engine(Unit(), stage, **more)) for stage in (0, 3)]
     found["overflow"] = [*(overflow(unit, stage) for stage in STAGES), overflow(unit, 0, counted=False)]
     found["init"] = shard_while_building(unit)
     found["resumed"] = [resume(unit, stage, f"{folder}/{stage}") for stage in STAGES]

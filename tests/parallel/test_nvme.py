@@ -53,7 +53,8 @@ def find_size(engine: Engine) -> int:
 def compare(world: World, folder: str, precision: str, accumulation: int) -> list[str]:
     """Cases in which a run with its state on a disk differs from the one in memory."""
     wrong = []
-    for stage in (1, 2, 3):
+    # Stages 1 and 2 differ in gradients: those that add up tell more.
+    for stage in (1, 2, 3) if accumulation > 1 else (1, 3):
         expected = make(stage, {}, precision, accumulation=accumulation)
         losses = train_engine(expected, 0, 3)
         places = [on("nvme", folder, buffer_count=count) for count in (1, 3)]

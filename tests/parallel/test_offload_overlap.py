@@ -70,6 +70,7 @@ def list_events(world: World, stage: int, ratio: float) -> list[str]:
 
 
 @pytest.mark.parametrize(("world_size", "stage", "ratio"), [(1, 2, 1.0), (2, 1, 1.0), (2, 3, 1.0), (2, 3, 0.5)])
+@pytest.mark.full("2-1-1.0", "2-3-1.0")
 def test_copies_run_while_the_next_part_steps(world_size: int, stage: int, ratio: float) -> None:
     for told in run_ranks(list_events, world_size, stage, ratio, library=build()):
         first = told.index("step")

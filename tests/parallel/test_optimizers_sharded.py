@@ -37,7 +37,7 @@ def train_stages(world: World, optimizer: dict[str, Any], stages: list[int]) -> 
 @pytest.mark.parametrize(
     "optimizer", OPTIMIZERS, ids=lambda optimizer: "-".join(map(str, [optimizer["type"], *optimizer["params"]]))
 )
-@pytest.mark.full("Muon-lr-ns_method", "Lamb-lr-weight_decay")
+@pytest.mark.full("Muon-lr-ns_method", "Lamb-lr-weight_decay", "AdamW-lr-weight_decay")
 def test_two_ranks_give_at_every_stage_what_one_rank_gives(optimizer: dict[str, Any]) -> None:
     (alone,) = run_ranks(train_stages, 1, optimizer, [0])
     for found in run_ranks(train_stages, 2, optimizer, [0, 1, 2, 3]):

@@ -39,7 +39,7 @@ def share(engine: Engine) -> float:
 def train(world: World, kind: str, bf16: bool) -> dict[str, tuple[list[float], dict[str, torch.Tensor], float]]:
     found = {}
     for name, way in {"plain": {}, **WAYS}.items():
-        engine = make(way, net=make_net(kind), bf16=bf16, accumulation=3)
+        engine = make(way, net=make_net(kind), bf16=bf16, accumulation=2)
         found[name] = (train_engine(engine, 0, 3), whole_state(engine), share(engine))
     return found
 
@@ -98,10 +98,10 @@ def test_the_backward_pass_of_hpz_gathers_within_a_group() -> None:
 
 
 def resume(world: World, folder: str, loads: int) -> list[bool]:
-    """What each way saves, loaded into so many of the next ones."""
+    """What each way saves, loaded into so many of the next ones; every second way, if into one."""
     same = []
     ways = [{}, *WAYS.values()]
-    for number, way in enumerate(ways):
+    for number, way in list(enumerate(ways))[:: 1 if loads > 1 else 2]:
         engine = make(way)
         train_engine(engine, 0, 2)
         engine.save_checkpoint(f"{folder}/{number}")
@@ -118,7 +118,7 @@ def resume(world: World, folder: str, loads: int) -> list[bool]:
 @pytest.mark.parametrize("loads", [1, pytest.param(5, marks=pytest.mark.full)])
 def test_a_checkpoint_loads_into_any_grouping(tmp_path: Path, loads: int) -> None:
     for same in run_ranks(resume, 4, str(tmp_path), loads):
-        assert same == [True] * 5 * loads
+        assert same == [True] * (5 * loads if loads > 1 else 3)
 
 
 def refuse(world: World) -> list[str]:

@@ -88,7 +88,7 @@ def train_stack(world: World, stage: int, sharded: bool) -> dict[str, Tensor]:
 
 
 @pytest.mark.parametrize("stage", [0, 1, 3])
-@pytest.mark.full("1")
+@pytest.mark.full("1", "0")
 def test_a_model_built_in_shards_trains_as_one_built_whole(stage: int) -> None:
     expected = run_ranks(train_stack, 2, stage, False)[0]
     for state in run_ranks(train_stack, 2, stage, True):

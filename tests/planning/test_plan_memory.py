@@ -121,7 +121,6 @@ def compare(world: World, kind: str, reduce: str | None, whole: bool) -> list[tu
     [
         (1, "plain", "fp32", False),
         (2, "tied and frozen", None, False),
-        (3, "plain", None, False),
         *(
             pytest.param(world_size, kind, reduce, True, marks=pytest.mark.full)
             for world_size in (1, 2, 3)
@@ -129,7 +128,7 @@ def compare(world: World, kind: str, reduce: str | None, whole: bool) -> list[tu
         ),
     ],
 )
-@pytest.mark.full("2-tied and frozen-None-False", "1-plain-fp32-False")
+@pytest.mark.full("1-plain-fp32-False")
 def test_model_states_are_within_5_percent_of_the_live_tensors_of_every_rank(
     world_size: int, kind: str, reduce: str | None, whole: bool
 ) -> None:
@@ -193,6 +192,8 @@ def compare_sums(world: World) -> list[tuple[str, dict[str, int], Memory]]:
     config = {"data_types": {"grad_accum_dtype": "fp32"}}
     rows = []
     for stage, accumulation in itertools.product(range(4), (1, 2)):
+        if world.data_size > 1 and (stage + accumulation) % 2:  # half of the cells
+            continue
         found = measure(stage, "bf16", accumulation, "plain", **config)
         rows.append((f"stage {stage}", found, predict(world, stage, "bf16", accumulation, "plain", None, accumulate=4)))
     return rows

@@ -19,8 +19,7 @@ from dsjob.ranks.mesh import World
 CASES = [(n, micro) for n, micro in itertools.product((37, 2), (16, 4, 3))]
 
 
-@pytest.mark.parametrize("world_size", [1, 3, pytest.param(2, marks=pytest.mark.full)])
-@pytest.mark.full("1")
+@pytest.mark.parametrize("world_size", [2, *(pytest.param(size, marks=pytest.mark.full) for size in (1, 3))])
 def test_a_metric_sees_each_sample_once(tmp_path: Path, world_size: int) -> None:
     """In 2 samples there is no batch for some ranks: what pads them counts nowhere."""
     pytest.importorskip("evaluate")

@@ -22,6 +22,7 @@ F1 = {"f1": {"_target_": "metric_jobs.F1"}, "order": metric_jobs.METRICS["order"
 
 
 @pytest.mark.parametrize(("world_size", "stage"), [(1, 0), (2, 3), (3, 0), (3, 3)])
+@pytest.mark.full("2-3", "3-0")
 def test_each_set_has_its_own_f1(tmp_path: Path, world_size: int, stage: int) -> None:
     common = {"data": {"train": TRAIN, "eval": SETS}, "metrics": F1, "zero_optimization": {"stage": stage}}
     given = [{**common, "trainer": {"micro_batch": micro}} for micro in (16, 3)]

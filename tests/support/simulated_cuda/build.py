@@ -10,7 +10,6 @@ import shutil
 import subprocess
 import sys
 import sysconfig
-from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from types import ModuleType
 
@@ -71,19 +70,15 @@ def _compile(made: Path) -> None:
 
     folder = made.with_suffix(".parts")
     folder.mkdir(exist_ok=True)
-    headers = [f"-I{path}" for path in (*include_paths(), sysconfig.get_paths()["include"])]
-
-    def compile_one(source: Path) -> str:
-        part = str(folder / f"{source.stem}.o")
-        _run("g++", *_FLAGS, *headers, "-c", str(source), "-o", part)
-        return part
-
-    with ThreadPoolExecutor(os.cpu_count()) as threads:
-        parts = list(threads.map(compile_one, sorted(_HERE.glob("*.cpp"))))
+    headers = [f"-I{path}" for path in (_HERE, *include_paths(), sysconfig.get_paths()["include"])]
     places = [f"-L{path}" for path in library_paths()] + [f"-Wl,-rpath,{path}" for path in library_paths()]
     libraries = ["-ltorch", "-ltorch_cpu", "-ltorch_python", "-lc10"]
-    _run("g++", "-shared", *parts, "-o", str(folder / "all.so"), *places, *libraries)
-    os.replace(folder / "all.so", made)
+    # All sources as one: each alone would spend ten seconds on the same headers of torch.
+    everything = folder / "everything.cpp"
+    everything.write_text("".join(f'#include "{path.name}"\n' for path in sorted(_HERE.glob("*.cpp"))))
+    made_here = folder / "all.so"
+    _run("g++", "-shared", *_FLAGS, *headers, str(everything), "-o", str(made_here), *places, *libraries)
+    os.replace(made_here, made)
     shutil.rmtree(folder)
 
 

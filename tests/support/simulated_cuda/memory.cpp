@@ -44,13 +44,13 @@ struct DeviceAllocator final : c10::Allocator {
   }
 };
 
-std::mutex mutex;
+std::mutex pinned_mutex;
 std::map<const char*, size_t> pinned; // sizes of page-locked memory by where it begins
 
 struct PinnedAllocator final : c10::Allocator {
   static void release(void* memory) {
     {
-      std::lock_guard guard(mutex);
+      std::lock_guard guard(pinned_mutex);
       pinned.erase(static_cast<const char*>(memory));
     }
     std::free(memory);
@@ -58,7 +58,7 @@ struct PinnedAllocator final : c10::Allocator {
   c10::DataPtr allocate(size_t bytes) override {
     auto* memory = allocate_bytes(bytes);
     if (memory != nullptr) {
-      std::lock_guard guard(mutex);
+      std::lock_guard guard(pinned_mutex);
       pinned[static_cast<const char*>(memory)] = bytes;
     }
     return {memory, memory, &release, c10::Device(c10::kCPU)};
@@ -106,7 +106,7 @@ c10::Allocator* pinned_allocator() {
 }
 
 bool is_pinned(const void* memory) {
-  std::lock_guard guard(mutex);
+  std::lock_guard guard(pinned_mutex);
   auto after = pinned.upper_bound(static_cast<const char*>(memory));
   if (after == pinned.begin()) {
     return false;
