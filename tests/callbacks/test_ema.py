@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import json
+import subprocess
+import sys
 from pathlib import Path
 from typing import Any
 
@@ -13,6 +15,7 @@ from small_jobs import Data, Net, make_document, read_digests, read_losses, run
 from torch import Tensor
 
 from dsjob.callbacks import EMA
+from dsjob.checkpoint.format import zero_to_fp32
 from dsjob.checkpoint.offline.convert import convert, read_weights
 from dsjob.errors import ContractError, UsageError
 from dsjob.ranks.mesh import World
@@ -84,12 +87,25 @@ def test_evaluations_use_the_averages_if_asked(tmp_path: Path, ranks: int, stage
     assert losses[True] == losses[False]
 
 
-def test_a_run_without_the_callback_drops_the_averages(tmp_path: Path) -> None:
+def test_the_script_in_a_checkpoint_writes_the_averages(tmp_path: Path) -> None:
+    run(averaged(str(tmp_path), 2))
+    script = [sys.executable, "-I", "-S", str(tmp_path / "checkpoints" / "zero_to_fp32.py")]
+    subprocess.run([*script, "--ema", str(tmp_path / "checkpoints"), str(tmp_path / "ema.bin")], check=True)
+    written, expected = torch.load(tmp_path / "ema.bin"), read_average(tmp_path, 2)
+    assert written.keys() == expected.keys()
+    assert all(torch.equal(written[name], average) for name, average in expected.items())
+    assert zero_to_fp32.main([str(tmp_path / "checkpoints"), str(tmp_path / "weights.bin")]) == 0
+    assert not torch.equal(torch.load(tmp_path / "weights.bin")["fc.weight"], written["fc.weight"])
+
+
+def test_a_run_without_the_callback_drops_the_averages(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     run(averaged(str(tmp_path), 2))
     run(averaged(str(tmp_path), 4) | {"callbacks": {}})
     assert not [name for name in read_digests(tmp_path, 4) if name.endswith(".ema")]
     with pytest.raises(UsageError, match="contains no averages"):
         read_average(tmp_path, 4)
+    assert zero_to_fp32.main([str(tmp_path / "checkpoints"), str(tmp_path / "ema.bin"), "--ema"]) == 2
+    assert "contains no averages of weights (train with the callback" in capsys.readouterr().err
 
 
 def test_averages_that_begin_in_a_resumed_run_start_at_its_weights(tmp_path: Path) -> None:

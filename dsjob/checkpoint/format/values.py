@@ -29,7 +29,6 @@ from dsjob.checkpoint.format.zero_to_fp32 import is_dense
 from dsjob.errors import CheckpointError
 
 CLIENT = "client"  # the role of a tensor from a program's client_state
-AVERAGE = "ema"  # the key of averages of weights, which are stored like optimizer state
 MOST_ELEMENTS = 1024  # the largest tensor stored inline: enough for a learning rate, or one value per layer
 
 

@@ -4,6 +4,7 @@
     python zero_to_fp32.py                                 the newest step; output goes beside this script
     python zero_to_fp32.py checkpoints/ weights/           model.safetensors, or shards and an index
     python zero_to_fp32.py checkpoints/step-00000120-a0001 pytorch_model.bin
+    python zero_to_fp32.py --best --ema checkpoints/ weights/
 
 Standalone: it needs only Python 3.8 or later. Every checkpoint folder contains a copy. dsjob imports this module too:
 all code that reads commit records and manifests, and streams tensors from shards, is here. Memory use is a few buffers
@@ -54,6 +55,7 @@ OUTPUT = re.compile(r"(model|pytorch_model)(-\d{5}-of-\d{5})?\.(safetensors|bin)
 STORAGES = {"F64": "Double", "F32": "Float", "F16": "Half", "BF16": "BFloat16", "C64": "ComplexFloat", "BOOL": "Bool"}
 STORAGES.update({"I64": "Long", "I32": "Int", "I16": "Short", "I8": "Char", "U8": "Byte"})
 LATER = {"F8_E4M3": "float8_e4m3fn", "F8_E5M2": "float8_e5m2", "U16": "uint16", "U32": "uint32", "U64": "uint64"}
+AVERAGE = "ema"  # the key of averages of weights, which are stored like optimizer state
 ROLES = ("parameter", "frozen", "buffer")  # the roles of a model's tensors; `frozen`: a parameter that is not trained
 ELSEWHERE = "restore the checkpoint from a copy, or choose the tag of another step"
 
@@ -559,6 +561,28 @@ def without_frozen(checkpoint: Checkpoint) -> Checkpoint:
     return checkpoint._replace(tensors=kept, aliases=aliases)
 
 
+def averages(checkpoint: Checkpoint) -> dict[str, Tensor]:
+    """The averages that `dsjob.callbacks.EMA` keeps, by the names of their weights."""
+    found = {}
+    for name, tensor in checkpoint.tensors.items():
+        if name.startswith("optimizer.") and name.endswith(f".{AVERAGE}"):
+            found[f"model.{name[len('optimizer.') : -len(AVERAGE) - 1]}"] = tensor
+    return found
+
+
+def with_averages(checkpoint: Checkpoint) -> Checkpoint:
+    """The checkpoint with averages in place of the weights that have one. Raises Refused if there are none."""
+    found = averages(checkpoint)
+    if not found:
+        message = f"the checkpoint {checkpoint.tag} contains no averages of weights"
+        raise Refused(message, "train with the callback dsjob.callbacks.EMA, or leave out --ema")
+    tensors = {
+        name: found[name]._replace(role=tensor.role) if name in found else tensor
+        for name, tensor in checkpoint.tensors.items()
+    }
+    return checkpoint._replace(tensors=tensors)
+
+
 def plan_files(out: str, form: str, entries: dict[str, Entry], limit: int, overwrite: bool) -> dict[str, list[str]]:
     """Which tensors go to which path. Raises Refused if the output exists or its name does not fit the format."""
     if out.endswith((".safetensors", *TORCH)):
@@ -943,6 +967,7 @@ def main(arguments: list[str] | None = None) -> int:
     )
     frozen = ("--exclude-frozen-parameters", "--exclude_frozen_parameters")
     parser.add_argument(*frozen, action="store_true", help="omit parameters that were not trained")
+    parser.add_argument("--ema", action="store_true", help="convert the averages of weights instead of the weights")
     parser.add_argument("--overwrite", action="store_true", help="replace earlier output in the same format")
     parser.add_argument("-d", "--debug", action="store_true", help="show the traceback of an error")
     given = parser.parse_args(arguments)
@@ -953,6 +978,8 @@ def main(arguments: list[str] | None = None) -> int:
         parent, name = os.path.split(place.root)
         source, record = locate(place, Folder(parent), name, read_best(place) if given.best else given.tag)
         checkpoint = read_checkpoint(source, record)
+        if given.ema:
+            checkpoint = with_averages(checkpoint)
         if given.exclude_frozen_parameters:
             checkpoint = without_frozen(checkpoint)
         out = given.output or source.root

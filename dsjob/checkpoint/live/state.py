@@ -20,7 +20,8 @@ from torch.distributed.tensor import DTensor, Shard
 from torch.optim import Optimizer
 from torch.optim.lr_scheduler import LRScheduler, ReduceLROnPlateau
 
-from dsjob.checkpoint.format.values import AVERAGE, decode, encode
+from dsjob.checkpoint.format.values import decode, encode
+from dsjob.checkpoint.format.zero_to_fp32 import AVERAGE
 from dsjob.checkpoint.live.stages import take_own
 from dsjob.compute.loss_scale import LossScaler
 from dsjob.errors import CheckpointError

@@ -23,7 +23,8 @@ from torch import Tensor
 from dsjob import storage
 from dsjob.checkpoint.format import zero_to_fp32 as layout
 from dsjob.checkpoint.format.dtypes import DTYPES
-from dsjob.checkpoint.format.values import AVERAGE, CLIENT, decode
+from dsjob.checkpoint.format.values import CLIENT, decode
+from dsjob.checkpoint.format.zero_to_fp32 import AVERAGE
 from dsjob.checkpoint.other.deepspeed.layout import Piece, place_in_order, place_stage3
 from dsjob.checkpoint.other.deepspeed.named_pickle import save_named
 from dsjob.checkpoint.other.torch_files import DynamicLossScaler, FragmentAddress, LossScaler
