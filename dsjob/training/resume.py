@@ -20,7 +20,7 @@ from dsjob.contract.paths import Path, get_at
 from dsjob.contract.resolved import ResolvedJob
 from dsjob.contract.shown import shorten
 from dsjob.document.resolve import view_model
-from dsjob.errors import CheckpointError, CorruptCheckpointError, NoCheckpointError, UsageError
+from dsjob.errors import CheckpointError, ContractError, CorruptCheckpointError, NoCheckpointError, UsageError
 from dsjob.optim.changes import apply_changes
 from dsjob.ranks.agreement import on_rank_0
 from dsjob.training.run import Run
@@ -37,8 +37,9 @@ def resume(run: Run, job: ResolvedJob) -> Loaded | None:
     """Begins a new attempt, and resumes from a checkpoint if there is one. None if training starts from scratch.
 
     Raises UsageError if checkpoint.resume names something that does not exist; this happens before older runs are
-    fenced.
+    fenced; ContractError if the averages that it asks for do not exist.
     """
+    _require_averages(run)
     policy, checkpointer = run.spec.checkpoint.resume, run.checkpointer
     tags = checkpointer.tags()
     if policy == "never" and tags:
@@ -169,6 +170,18 @@ def load_best(run: Run) -> None:
     run.checkpointer.load_weights(run.savable, storage.join(run.checkpointer.url, tag), ema=section.ema)
     what = "averages" if section.ema else "weights"
     run.say("best", f"{tag}, {section.best.metric} {value:.4f}: its {what} are loaded")
+
+
+def _require_averages(run: Run) -> None:
+    """The averages of the best checkpoint can only be loaded at the end if a callback keeps some."""
+    section = run.spec.checkpoint
+    if section.ema and section.load_best_at_end and not any(one.strategy.averages for one in run.engines.values()):
+        error = ContractError(
+            "checkpoint.ema is set, but no callback keeps averages of weights",
+            hint="add callbacks: {ema: {_target_: dsjob.callbacks.EMA}}, or leave checkpoint.ema out",
+        )
+        error.put_at(("checkpoint", "ema"))
+        raise error
 
 
 def _begin_from(run: Run, url: str, *, own: bool) -> Loaded | None:

@@ -1,7 +1,8 @@
 """Trust: which code a document may name. Decides by name, and by where Python would find a module, before any import.
 
-Trusted are `LISTED` (constructors of dsjob, torch, torchmetrics, transformers and datasets), modules in the job's own
-folders, and what the user names with --trust. A document adds nothing. `targets` imports; `user` collects grants.
+Trusted are `LISTED` (constructors of dsjob, torch, torchmetrics, torchvision, timm, transformers and datasets), modules
+in the job's own folders, and what the user names with --trust. A document adds nothing. `targets` imports; `user`
+collects grants.
 
 The list contains no functions that unpickle, compile or download. A run folder's resolved.json may name modules in the
 current folder if the file belongs to the user. Names in a checkpoint always need the flag, because checkpoints are
@@ -33,6 +34,7 @@ from dsjob.errors import Problem, UsageError
 from dsjob.trust.hub import check_arguments, name_tokenizer
 from dsjob.trust.listed import LISTED, is_listed, matches
 from dsjob.trust.literals import LOADERS, check_literals, check_options, is_reader
+from dsjob.trust.vision import check_weights
 
 
 @dataclasses.dataclass(frozen=True)
@@ -346,7 +348,9 @@ def _check(value: Any, path: Path, trust: Trust, found: Any = None) -> Iterator[
                 yield from check_references(value, path)
             listed = listed or is_listed(target) or target.rpartition(".")[2] in LOADERS
             yield from check_literals(value, path) if takes_literals(target, trust, found) else ()
-            yield from check_options(value, path) if listed and not trust.names(target) else ()
+            if listed and not trust.names(target):
+                yield from check_options(value, path)
+                yield from check_weights(value, path, found)
             yield from check_texts(value, path, trust.protocols, listed=listed)
             yield from check_folders(value, path, trust.writable) if listed else ()
         yield from check_arguments(value, path, remote_code=trust.remote_code, unpinned=trust.unpinned)

@@ -46,6 +46,9 @@ LISTED: tuple[Listed, ...] = (
     ),
     Listed("transformers", r"(Default)?DataCollator\w*|default_data_collator", r"transformers\.data\.data_collator"),
     Listed("transformers", r"get_\w+_schedule\w*|Adafactor", r"transformers\.optimization"),
+    # With random weights: see `vision`. Models of detection and others below load a backbone unless told not to.
+    Listed("torchvision.models", r"(?!get_|list_)[A-Za-z]\w*", r"torchvision\.models\.(?!_)\w+"),
+    Listed("timm", r"create_model", r"timm\.models\.\w+"),
     Listed("datasets", r"load_dataset|load_from_disk", r"datasets\.load"),
     Listed("datasets", r"Dataset\.from_(dict|list|csv|json|parquet|text)", r"datasets\.arrow_dataset"),
 )

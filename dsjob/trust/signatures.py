@@ -19,6 +19,11 @@ _PASSED = {
     "trainer.eval_step": ("engines", "batch"),
     "data.collate": ("samples",),
 }
+# Arguments of every configuration of transformers that its signature does not list.
+_CONFIG_KEYS = (
+    "num_labels", "attn_implementation", "experts_implementation", "output_attentions", "torch_dtype", "use_cache",
+    "is_decoder", "add_cross_attention", "tie_word_embeddings", "rope_theta", "rope_scaling",
+)  # fmt: skip
 
 
 @dataclass(frozen=True, slots=True)
@@ -54,9 +59,9 @@ def find_misfits(
     by_name = [p.name for p in parameters if p.kind in (Parameter.KEYWORD_ONLY, Parameter.POSITIONAL_OR_KEYWORD)]
     kinds = {p.kind for p in parameters}
     if _configures_model(function):
-        by_name += [
-            key for key in contract.job_schema()["properties"]["generation"]["properties"] if key not in by_name
-        ]
+        generation = contract.job_schema()["properties"]["generation"]["properties"]
+        other_names = getattr(function, "attribute_map", {})  # of the same settings, in some models
+        by_name += [key for key in (*_CONFIG_KEYS, *other_names, *generation) if key not in by_name]
     taken = [p.name for p in by_place[:positional]]
     found = []
     if positional > len(by_place) and Parameter.VAR_POSITIONAL not in kinds:
@@ -75,8 +80,9 @@ def find_misfits(
 
 
 def _configures_model(function: Callable[..., Any]) -> bool:
-    """Whether a callable is a configuration of transformers. It also takes settings of generation, such as
-    `decoder_start_token_id`, which T5 cannot train without; its signature does not list them."""
+    """Whether a callable is a configuration of transformers. It also takes arguments that its signature does not list,
+    such as `num_labels`, and settings of generation, such as `decoder_start_token_id`, which T5 cannot train
+    without."""
     kinds = inspect.getmro(function) if inspect.isclass(function) else ()
     names = ("PreTrainedConfig", "PretrainedConfig")  # since transformers 5, before it
     return any(kind.__name__ in names and kind.__module__.startswith("transformers.") for kind in kinds)

@@ -19,6 +19,7 @@ ON = {"enabled": True}
 BY_DEEPSPEED = {"engine": "deepspeed"}
 CALLED = {"_target_": "mine.called"}
 TWO = {"a": {"model": CALLED}, "b": {"model": CALLED}}
+BEST_AVERAGES = {"best": {}, "load_best_at_end": True, "ema": True}
 EVAL = {"train": {"_target_": "a.b"}, "eval": {"_target_": "a.b"}}
 
 
@@ -364,6 +365,24 @@ JOBS: list[tuple[str, dict[str, Any], str, dict[str, Any]]] = [
         {"checkpoint": {"load_best_at_end": True}},
         "checkpoint.load_best_at_end",
         {"checkpoint": {"load_best_at_end": True, "best": {"keep": 2}}, "data": EVAL},
+    ),
+    (
+        "no-averages",
+        {"checkpoint": BEST_AVERAGES, "data": EVAL, **stops_early()},
+        "checkpoint.ema",
+        {"checkpoint": BEST_AVERAGES, "data": EVAL, "callbacks": {"a": {"_target_": "dsjob.callbacks.EMA"}}},
+    ),
+    (
+        "no-averages",
+        {"checkpoint": BEST_AVERAGES, "data": EVAL},
+        "checkpoint.ema",
+        {"checkpoint": BEST_AVERAGES, "data": EVAL, "callbacks": {"a": {"_target_": "mine.Averages"}}},
+    ),
+    (
+        "unused-averages",
+        {"checkpoint": {"ema": True}},
+        "checkpoint.ema",
+        {"checkpoint": {"ema": True, "resume": "a/b"}},
     ),
     ("no-train-data", {"data": {"eval": CALLED}}, "data", {"data": {"eval": CALLED}, "tasks": ["eval"]}),
     ("no-task-data", {"tasks": ["train", "eval"]}, "tasks", {"tasks": ["train", "eval"], "data": EVAL}),

@@ -3,11 +3,13 @@
 
 from __future__ import annotations
 
+import importlib
 import json
 import os
 import sys
 from collections.abc import Iterator
 from pathlib import Path
+from types import ModuleType
 from typing import Any
 
 import pytest
@@ -323,10 +325,54 @@ def test_what_is_local_or_pinned_needs_no_flag(folder: Path) -> None:
     ):
         assert rules({"_target_": load, **arguments}) == []
     assert rules({"_target_": "dsjob.recipes.t5.build", "pretrained": None}) == []
-    assert rules({"_target_": "torchvision.models.resnet18", "pretrained": True}) == []
     assert rules({"_target_": "datasets.load_dataset", "path": "json", "data_files": "x.json"}) == []
     assert rules({"_target_": "datasets.load_dataset", "path": "pandas"}) == [("remote-code", "path")]
     assert rules({"_target_": "datasets.load_dataset", "_args_": ["imdb"]}) == [("unpinned", "_args_")]
+
+
+@pytest.mark.parametrize(
+    ("target", "arguments", "places"),
+    [
+        ("torchvision.models.resnet18", {"num_classes": 3, "weights": None, "pretrained": False}, []),
+        ("torchvision.models.resnet18", {"weights": "DEFAULT"}, ["weights"]),
+        ("torchvision.models.resnet18", {"pretrained": True}, ["pretrained"]),
+        ("torchvision.models.resnet18", {"weights_backbone": {"_target_": "torch.device"}}, ["weights_backbone"]),
+        ("torchvision.models.resnet18", {"_args_": ["DEFAULT"]}, ["_args_"]),
+        ("timm.create_model", {"model_name": "resnet10t.c3_in1k", "num_classes": 3}, []),
+        ("timm.create_model", {"_args_": ["resnet10t"], "pretrained": False}, []),
+        ("timm.create_model", {"_args_": ["resnet10t", True]}, ["_args_"]),
+        ("timm.create_model", {"model_name": "resnet10t", "pretrained": True}, ["pretrained"]),
+        ("timm.create_model", {"model_name": "resnet10t", "pretrained_cfg": {"url": "x"}}, ["pretrained_cfg"]),
+        ("timm.create_model", {"model_name": "resnet10t", "checkpoint_path": "x.pth"}, ["checkpoint_path"]),
+        ("timm.create_model", {"model_name": "hf-hub:someone/model"}, ["model_name"]),
+        ("timm.create_model", {"_args_": ["local-dir:/tmp/x"]}, ["_args_"]),
+    ],
+)
+def test_models_of_images_start_with_random_weights(target: str, arguments: dict[str, Any], places: list[str]) -> None:
+    value = {"_target_": target, **arguments}
+    assert [place for rule, place in rules(value) if rule == "remote-code"] == places
+    assert rules(value, prefixes=(target,)) == []
+    assert is_listed(target)
+    problems = check_document(value, Trust())
+    assert all(problem.hint.endswith(f"--trust {target}") or "_args_" in problem.dotted for problem in problems)
+
+
+def test_of_the_libraries_of_images_only_models_that_load_nothing_are_listed() -> None:
+    others = ("models.get_model", "models.list_models", "models.detection.ssd300_vgg16", "io.read_image")
+    assert not any(is_listed(f"torchvision.{name}") for name in others)
+    assert not is_listed("timm.models.load_checkpoint")
+
+
+def test_models_of_images_under_a_name_of_the_users_own(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """What an own module has imported from torchvision is judged as what it is."""
+    library, build = ModuleType("torchvision.models"), (lambda weights=None: None)
+    build.__module__, build.__qualname__ = "torchvision.models.resnet", "resnet18"
+    library.resnet18 = build  # type: ignore[attr-defined]
+    monkeypatch.setitem(sys.modules, "torchvision.models", library)
+    monkeypatch.setattr(importlib.import_module("trust_own"), "resnet18", build, raising=False)
+    assert call_target(Target("trust_own.resnet18", {}), trust=here()) is None
+    with pytest.raises(TargetError, match="weights: downloads or unpickles weights"):
+        call_target(Target("trust_own.resnet18", {"weights": "DEFAULT"}), trust=here())
 
 
 def test_a_document_is_checked_wherever_its_values_are(folder: Path) -> None:

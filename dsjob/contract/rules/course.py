@@ -13,7 +13,8 @@ from dsjob.contract.rules.table import Document, Finding, enter, read
 from dsjob.contract.secrets import describe_secret, find_secrets, is_argument, is_reference, list_texts, redact
 from dsjob.errors import Problem
 
-_EARLY_STOPPING = "dsjob.callbacks.EarlyStopping"
+_OURS = "dsjob.callbacks."
+_EARLY_STOPPING = f"{_OURS}EarlyStopping"
 _POLICIES = ("auto", "never", "required")
 
 
@@ -295,6 +296,28 @@ def _best(document: Document) -> Iterator[Finding]:
     if read(document, "checkpoint.load_best_at_end") is True and "best" not in section:
         hint = "add checkpoint: {best: {metric: eval/loss}}"
         yield "checkpoint.load_best_at_end", "is set without checkpoint.best", hint
+
+
+@enter("no-averages", whole=True)
+def _averages(document: Document) -> Iterator[Finding]:
+    """Only the callback EMA keeps averages of weights. Without it, loading them fails when training is done."""
+    if read(document, "checkpoint.ema") is not True or not read(document, "checkpoint.load_best_at_end"):
+        return
+    callbacks = read(document, "callbacks", {}).values()
+    targets = [str(callback.get("_target_")) for callback in callbacks if isinstance(callback, dict)]
+    # A callback of the user's may be a subclass of EMA. The run itself checks that before its first step.
+    if _trains(document) and all(target.startswith(_OURS) and not target.endswith(".EMA") for target in targets):
+        hint = "add callbacks: {ema: {_target_: dsjob.callbacks.EMA}}, or leave checkpoint.ema out"
+        yield "checkpoint.ema", "is set, but no callback keeps averages of weights", hint
+
+
+@enter("unused-averages", severity="warning", whole=True)
+def _unused_averages(document: Document) -> Iterator[Finding]:
+    """A job that trains loads only the best checkpoint, or that of another job, and may use their averages."""
+    loads = read(document, "checkpoint.load_best_at_end") or "/" in str(read(document, "checkpoint.resume"))
+    if read(document, "checkpoint.ema") is True and _trains(document) and not loads:
+        hint = "set checkpoint.load_best_at_end, or give --ema to dsjob eval, predict, generate and convert"
+        yield "checkpoint.ema", "has no effect, since this job loads no other weights", hint
 
 
 @enter("greatest-loss", severity="warning", whole=True)
