@@ -116,16 +116,9 @@ def test_averages_that_begin_in_a_resumed_run_start_at_its_weights(tmp_path: Pat
         torch.testing.assert_close(average, 0.8 * before[name] + 0.2 * weights[name])
 
 
-class Forgetful(EMA):
-    """Keeps no averages."""
-
-    def on_setup(self, run: Any) -> None:
-        pass
-
-
 def test_averages_that_no_callback_keeps_are_missed_before_the_first_step(tmp_path: Path) -> None:
     document = averaged(str(tmp_path), 2, evaluate=False)
-    document["callbacks"]["ema"] = {"_target_": "test_ema.Forgetful"}
+    document["callbacks"] = {"hooks": {"_target_": "small_jobs.Hooks"}}
     document["checkpoint"] = {"ema": True, "load_best_at_end": True, "best": {}}
     with pytest.raises(ContractError, match=r"checkpoint\.ema is set, but no callback keeps averages") as caught:
         run(document)
