@@ -13,13 +13,13 @@ from pathlib import Path
 # None of these starts a thread of torch's, which a fork would lose. FSDP2 imports torch._dynamo at its first use, and
 # DeepSpeed the compiler.
 PRELOADED = [
-    "dsjob.engine.build", "dsjob.training.job", "dsjob.cli.run", "dsjob.cli.eval", "dsjob.cli.exec", "dsjob.cli.sweep",
-    "dsjob.front.run", "dsjob.front.smoke", "dsjob.front.generate", "dsjob.launch.comparison", "dsjob.programs.launch",
-    "torch.distributed.fsdp", "torch.distributed.checkpoint", "torch.distributed.run", "torch.utils.serialization.config",
-    "torch.profiler._cupti_monitor", "torch.distributed.elastic.rendezvous.c10d_rendezvous_backend", "torch._dynamo",
-    "torch._inductor.compile_fx", "torch._dynamo.repro.after_dynamo", "s3fs", "pytest", "rich._emoji_codes", "programs",
-    "transformers.trainer", "transformers.models.t5.modeling_t5", "transformers.models.llama.modeling_llama",
-    "torchmetrics.text",
+    "dsjob.engine.build", "dsjob.training.job", "dsjob.cli.run", "dsjob.cli.eval", "dsjob.cli.exec",
+    "dsjob.cli.sweep", "dsjob.front.run", "dsjob.front.smoke", "dsjob.front.generate", "dsjob.launch.comparison",
+    "dsjob.programs.launch", "torch.distributed.fsdp", "torch.distributed.checkpoint", "torch.distributed.run",
+    "torch.utils.serialization.config", "torch.profiler._cupti_monitor",
+    "torch.distributed.elastic.rendezvous.c10d_rendezvous_backend", "torch._dynamo", "torch._inductor.compile_fx",
+    "torch._dynamo.repro.after_dynamo", "s3fs", "pytest", "rich._emoji_codes", "programs", "transformers.trainer",
+    "transformers.models.t5.modeling_t5", "transformers.models.llama.modeling_llama", "torchmetrics.text",
 ]  # fmt: skip
 HUGE = 2 << 20  # bytes of a huge page on x86 and on most ARM machines
 COLLAPSE = 25  # MADV_COLLAPSE of Linux 6.1; older kernels refuse it
@@ -44,7 +44,7 @@ for name in PRELOADED:
 from dsjob.document.compose import compose  # noqa: E402  # as late as the modules before it
 
 compose(["+recipe=quickstart"])  # Hydra reads its own configs at the first composition
-# torch's libraries of operators would be taken apart at the exit of each fork, which copies 40 MB of the server's memory.
+# torch's libraries of operators would be taken apart at the exit of each fork, which copies 40 MB.
 for finalizer in list(weakref.finalize._registry):  # type: ignore[attr-defined]
     finalizer.atexit = False
 gc.enable()
