@@ -17,10 +17,11 @@ from dsjob.compute.precision import Precision, cast_floats
 from dsjob.contract.spec import Zero
 from dsjob.optim.onebit.own_gradients import wants_own_gradients
 from dsjob.optim.parts import split
+from dsjob.parallel.buffers import SharedBuffers
 from dsjob.parallel.masters import Masters, choose_host, use_cores
 from dsjob.parallel.presharded import make_whole, require_shards
 from dsjob.parallel.statistics import keep_statistics_wide
-from dsjob.parallel.strategy import Disk, Strategy, align, broadcast, mark_safe, widen
+from dsjob.parallel.strategy import Disk, Strategy, align, mark_safe, widen
 from dsjob.ranks.mesh import World
 from dsjob.torch_private import keep_outputs, tree_flatten, tree_unflatten
 
@@ -82,7 +83,7 @@ class Replicated(Strategy):
         before = precision.predivide or world.data_size
         self._how = _How(precision.reduce, before, world.data_size, world.data_group)
         self._interleaved = interleaved and world.data_size > 1
-        self._has_buffers = self._buffers_differ = self._interleaved and any(True for _ in model.buffers())
+        self._buffers = SharedBuffers(model, world)
         wraps = world.data_size > 1 and bool(trainable) and not interleaved
         self._ddp = self._wrap(model, precision) if wraps else None
 
@@ -102,6 +103,7 @@ class Replicated(Strategy):
         # For parameters without gradient, DDP adds an autograd node, which copies all outputs, logits included, so that
         # programs may change them in place. `_give_out` returns aliases instead.
         keep_outputs(ddp)
+        ddp.broadcast_buffers = False  # `_buffers` does that; as an argument, torch 2.13 warns of it
         _free_group_last(ddp)
         if precision.autocast is not None:
             ddp.register_comm_hook(self._how, _reduce_each)
@@ -116,9 +118,8 @@ class Replicated(Strategy):
 
     def start_micro_step(self, boundary: bool, sync: bool = True) -> None:
         self._boundary = boundary
-        if self._buffers_differ:
-            broadcast(list(self.module.buffers()), self.world)
-            self._buffers_differ = False
+        if self._ddp is not None or self._interleaved:
+            self._buffers.share()
         if self._sums_in_masters and self.copies is not None:
             self._take_reduced(self.copies)
         if self._ddp is None:
@@ -129,9 +130,6 @@ class Replicated(Strategy):
         # A second forward pass before the armed backward pass: DDP reduces only one of the two, so reduce_gradients
         # must reduce the rest.
         self._by_hand = self._by_hand or self._armed
-        if self._armed:
-            # DDP would send buffers again, into those that the first pass saved for its backward pass.
-            self._ddp.require_forward_param_sync = False
         self._armed = self._armed or reduces
         self._ddp.require_backward_grad_sync = reduces
 
@@ -175,7 +173,7 @@ class Replicated(Strategy):
     def _call(self, *args: Any, **kwargs: Any) -> Any:
         if self._dtype != torch.float32:
             args, kwargs = cast_floats(args, self._dtype), cast_floats(kwargs, self._dtype)
-        # Without gradients DDP has nothing to do, and it would wait for buffers of ranks that do not evaluate.
+        # Without gradients DDP has nothing to do, and its autograd node would only cost time.
         if self._ddp is None or not torch.is_grad_enabled():
             return self.module(*args, **kwargs)
         return _give_out(self._ddp(*args, **kwargs))
@@ -187,10 +185,7 @@ class Replicated(Strategy):
     def finish_step(self) -> None:
         super().finish_step()
         self._armed = self._by_hand = False
-        self._buffers_differ = self._has_buffers
-        if self._ddp is not None:
-            # The next step starts with rank 0's buffers, even if this one did not reduce anything.
-            self._ddp.require_forward_param_sync = True
+        self._buffers.end_step()
 
     def close(self) -> None:
         super().close()

@@ -30,6 +30,7 @@ from dsjob.compute.precision import Precision
 from dsjob.contract.spec import Zero
 from dsjob.errors import UsageError
 from dsjob.optim.shards import local
+from dsjob.parallel.buffers import SharedBuffers
 from dsjob.parallel.gloo import exchange_directly
 from dsjob.parallel.masters import Masters, choose_host, use_cores
 from dsjob.parallel.pairs import HOST
@@ -44,7 +45,7 @@ from dsjob.parallel.presharded import (
     write_back,
 )
 from dsjob.parallel.statistics import keep_statistics_wide
-from dsjob.parallel.strategy import Disk, Strategy, align, broadcast, widen
+from dsjob.parallel.strategy import Disk, Strategy, align, widen
 from dsjob.parallel.units import shard
 from dsjob.parallel.unsharded import Unsharded
 from dsjob.parallel.whole_state import show_whole_state
@@ -123,8 +124,7 @@ class Sharded(Strategy):
         # into the sharded parameters.
         travels_low = precision.reduce != torch.float32 or precision.autocast is not None
         self._defers = zero.stage == 1 and not (precision.accumulate == torch.float32 and travels_low)
-        self._has_buffers = any(True for _ in model.buffers())
-        self._buffers_differ = True
+        self._buffers = SharedBuffers(model, world)
         show_whole_state(model, precision.compute, world)
 
     def _set_masters(self, zero: Zero, precision: Precision, left: dict[str, nn.Parameter]) -> None:
@@ -154,11 +154,7 @@ class Sharded(Strategy):
         self.masters = {name: self.copies.masters.get(name, p) for name, p in self.masters.items()}
 
     def start_micro_step(self, boundary: bool, sync: bool = True) -> None:
-        if self._buffers_differ and self._has_buffers:
-            # Like DDP, start each step with rank 0's buffers, so that a checkpoint is valid for all ranks. List them
-            # each time, because a model may have replaced them.
-            broadcast(list(self.module.buffers()), self.world)
-            self._buffers_differ = False
+        self._buffers.share()
         # Setting the flags visits every unit, which costs more than the step of a small model. Most calls change
         # nothing.
         if (boundary, sync) == self._flags:
@@ -241,7 +237,7 @@ class Sharded(Strategy):
     def finish_step(self) -> None:
         super().finish_step()
         self._unsharded.give_weights()
-        self._buffers_differ = True
+        self._buffers.end_step()
         # Only a backward pass at the boundary frees gathered parameters. After an evaluation, a call of the module
         # itself, or if the program has moved the boundary, they would be outdated in the next step.
         self.free_gathered()

@@ -115,6 +115,8 @@ class Counting(nn.Module):
         super().__init__()
         self.fc = nn.Linear(4, 4)
         self.norm = nn.BatchNorm1d(4)
+        self.own: Tensor
+        self.register_buffer("own", torch.zeros(1), persistent=False)
 
     def forward(self, x: Tensor) -> Tensor:
         return self.norm(self.fc(x)).square().mean() + self.fc.weight.sum()
@@ -124,13 +126,16 @@ def train_buffers(world: World) -> list[Tensor]:
     found = []
     for stage in range(4):
         torch.manual_seed(0)
-        engine = make_engine(stage, net=Counting())
+        net = Counting()
+        engine = make_engine(stage, net=net)
+        net.own += world.data_rank
         for step in range(3):
             x = torch.randn(2, 4, generator=torch.Generator().manual_seed(10 * step + world.data_rank))
             engine.backward(engine(x))
             engine.step()
         engine(torch.zeros(2, 4))  # a step begins with rank 0's buffers on every rank
         found.append(engine.state().buffers["norm.running_mean"].clone())
+        assert net.own.item() == world.data_rank  # not saved, so each rank keeps its own
     return found
 
 
