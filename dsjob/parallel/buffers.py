@@ -26,7 +26,7 @@ class SharedBuffers:
         if not (self._differ and self._owners):
             return
         # Listed each time, because a model may have replaced them.
-        found = [owner._buffers[name] for owner in self._owners for name in list_saved_buffers(owner)]
+        found = [getattr(owner, name) for owner in self._owners for name in list_saved_buffers(owner)]
         broadcast([buffer for buffer in found if buffer is not None], self._world)
         self._differ = False
 

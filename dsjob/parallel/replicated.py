@@ -83,7 +83,7 @@ class Replicated(Strategy):
         before = precision.predivide or world.data_size
         self._how = _How(precision.reduce, before, world.data_size, world.data_group)
         self._interleaved = interleaved and world.data_size > 1
-        self._buffers = SharedBuffers(model, world)
+        self._shared_buffers = SharedBuffers(model, world)
         wraps = world.data_size > 1 and bool(trainable) and not interleaved
         self._ddp = self._wrap(model, precision) if wraps else None
 
@@ -103,7 +103,7 @@ class Replicated(Strategy):
         # For parameters without gradient, DDP adds an autograd node, which copies all outputs, logits included, so that
         # programs may change them in place. `_give_out` returns aliases instead.
         keep_outputs(ddp)
-        ddp.broadcast_buffers = False  # `_buffers` does that; as an argument, torch 2.13 warns of it
+        ddp.broadcast_buffers = False  # `_shared_buffers` does that; as an argument, torch 2.13 warns of it
         _free_group_last(ddp)
         if precision.autocast is not None:
             ddp.register_comm_hook(self._how, _reduce_each)
@@ -119,7 +119,7 @@ class Replicated(Strategy):
     def start_micro_step(self, boundary: bool, sync: bool = True) -> None:
         self._boundary = boundary
         if self._ddp is not None or self._interleaved:
-            self._buffers.share()
+            self._shared_buffers.share()
         if self._sums_in_masters and self.copies is not None:
             self._take_reduced(self.copies)
         if self._ddp is None:
@@ -185,7 +185,7 @@ class Replicated(Strategy):
     def finish_step(self) -> None:
         super().finish_step()
         self._armed = self._by_hand = False
-        self._buffers.end_step()
+        self._shared_buffers.end_step()
 
     def close(self) -> None:
         super().close()

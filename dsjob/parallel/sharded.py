@@ -124,7 +124,7 @@ class Sharded(Strategy):
         # into the sharded parameters.
         travels_low = precision.reduce != torch.float32 or precision.autocast is not None
         self._defers = zero.stage == 1 and not (precision.accumulate == torch.float32 and travels_low)
-        self._buffers = SharedBuffers(model, world)
+        self._shared_buffers = SharedBuffers(model, world)
         show_whole_state(model, precision.compute, world)
 
     def _set_masters(self, zero: Zero, precision: Precision, left: dict[str, nn.Parameter]) -> None:
@@ -154,7 +154,7 @@ class Sharded(Strategy):
         self.masters = {name: self.copies.masters.get(name, p) for name, p in self.masters.items()}
 
     def start_micro_step(self, boundary: bool, sync: bool = True) -> None:
-        self._buffers.share()
+        self._shared_buffers.share()
         # Setting the flags visits every unit, which costs more than the step of a small model. Most calls change
         # nothing.
         if (boundary, sync) == self._flags:
@@ -237,7 +237,7 @@ class Sharded(Strategy):
     def finish_step(self) -> None:
         super().finish_step()
         self._unsharded.give_weights()
-        self._buffers.end_step()
+        self._shared_buffers.end_step()
         # Only a backward pass at the boundary frees gathered parameters. After an evaluation, a call of the module
         # itself, or if the program has moved the boundary, they would be outdated in the next step.
         self.free_gathered()
