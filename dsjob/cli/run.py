@@ -24,7 +24,7 @@ from dsjob.front.source import read_source
 from dsjob.launch import launcher
 from dsjob.launch.rank import end_rank
 from dsjob.run_folder import RESOLVED_NAME, read_resolved
-from dsjob.training.advice import train_longer
+from dsjob.training.advice import train_longer, wait_longer
 from dsjob.training.form import Form, showing
 from dsjob.trust.user import grant, read_environment
 
@@ -159,11 +159,13 @@ def _print_next(result: dict[str, Any], composed: Composed, config_dir: str | No
     length = trainer.get("max_length")
     limits = trainer.get("max_steps"), trainer.get("max_epochs"), None if length is None else read_length(length)
     longer = train_longer(*limits, step=result["step"], epochs=result.get("epochs"))
+    if stopped := result.get("stopped"):  # the length is not reached yet
+        longer = wait_longer(composed.document.get("callbacks", {}), stopped)
     form, out = ("hf", "model") if result.get("pretrained") else ("fp32", "weights")
     again = f"{run_dir}/{RESOLVED_NAME}"
     folder = f"--config-dir {shlex.quote(config_dir)} " if config_dir is not None else ""  # where the recipe may lie
     lines = (
-        ("continue", " ".join(["dsjob run", run_dir, longer, *_find_unused(composed, run_dir)])),
+        ("continue", " ".join(filter(None, ["dsjob run", run_dir, longer, *_find_unused(composed, run_dir)]))),
         ("convert", f"dsjob convert --to {form} {result['checkpoint'].rpartition('/')[0]} {run_dir}/{out}"),
         ("repeat", f"dsjob run {again}"),
         (

@@ -27,6 +27,16 @@ def train_longer(
     return " ".join(longer)
 
 
+def wait_longer(callbacks: Mapping[str, Any], stopped: str) -> str:
+    """The override without which a run would stop early again, for the same reason `stopped`; empty if none is
+    needed."""
+    for name, callback in callbacks.items():
+        metric, patience = callback.get("metric", "eval/loss"), callback.get("patience")
+        if callback["_target_"] == "dsjob.callbacks.EarlyStopping" and stopped.startswith(f"{metric} "):
+            return f"+callbacks.{name}.patience=6" if patience is None else f"callbacks.{name}.patience={2 * patience}"
+    return ""
+
+
 def note_few_samples(samples: int | None, train_batch: int) -> str:
     """A note if a data set has fewer samples than a step takes; otherwise empty. `samples`: None for a stream."""
     if samples is None or samples >= train_batch:

@@ -159,6 +159,9 @@ def test_the_best_are_told_from_the_rest(mode: Any, value: float, better: bool) 
     assert best.improves({"f1": value}, [])
     assert not best.improves({}, [])
     assert not best.improves({"f1": float("nan")}, [])
+    equal: list[Any] = [{"step": step, "metrics": {"f1": 0.5}} for step in (2, 1)]
+    assert not best.improves({"f1": 0.5}, equal)
+    assert best.choose(equal) == equal[1:]
 
 
 def test_garbage_is_what_older_attempts_never_committed(catalog: Catalog) -> None:

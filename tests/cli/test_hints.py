@@ -15,7 +15,7 @@ from dsjob.cli import main
 from dsjob.cli.overrides import require_overrides
 from dsjob.contract.lengths import read_length
 from dsjob.errors import UsageError
-from dsjob.training.advice import count_too_few_cores, train_longer
+from dsjob.training.advice import count_too_few_cores, train_longer, wait_longer
 
 PRETRAINED = """
 class Config:
@@ -50,6 +50,14 @@ def test_a_longer_run_is_longer_than_the_one_so_far(
     steps, most, *lengths = limits
     length = read_length(lengths[0]) if lengths else None
     assert train_longer(steps, most, length, step=step, epochs=epochs) == longer
+
+
+def test_a_run_that_has_stopped_early_needs_more_patience() -> None:
+    early = {"_target_": "dsjob.callbacks.EarlyStopping"}
+    callbacks = {"other": {"_target_": "my.Own"}, "a": {**early, "metric": "eval/f1", "patience": 4}, "b": early}
+    assert wait_longer(callbacks, "eval/f1 has not improved in 4 evaluations") == "callbacks.a.patience=8"
+    assert wait_longer(callbacks, "eval/loss has not improved in 3 evaluations") == "+callbacks.b.patience=6"
+    assert wait_longer(callbacks, "100 steps of this start are done") == ""
 
 
 def test_epochs_that_were_passed_are_not_suggested(tmp_path: Path) -> None:

@@ -19,10 +19,9 @@ class Best:
     keep: int
 
     def choose(self, records: Sequence[Record]) -> list[Record]:
-        """The best of `records`. Of equal ones, the newer wins."""
+        """The best of `records`. Of equal ones, the older wins: the newer one is no improvement."""
         rated = [(self._rate(record.get("metrics", {})), record) for record in records]
-        # -step: of equal values, the newer checkpoint sorts first.
-        known = [(rate, -int(record["step"]), record) for rate, record in rated if rate is not None]
+        known = [(rate, int(record["step"]), record) for rate, record in rated if rate is not None]
         return [record for *_, record in sorted(known, key=lambda item: item[:2])[: self.keep]]
 
     def improves(self, metrics: Mapping[str, float], records: Sequence[Record]) -> bool:
