@@ -225,9 +225,12 @@ def _say_finished(run: Run, tasks: Tasks, run_dir: str, display: Display) -> Res
     )
     beyond = f"{run.step:,} steps are done, more than the {run.max_steps:,} of this job"
     done = beyond if run.step > run.max_steps else f"step {run.step:,} of {run.max_steps:,}"
-    undone = "nothing was trained" if run.progress.last_evaluation else "nothing was trained or evaluated"
+    more = tasks.evaluator is not None or tasks.predictor is not None
+    undone = "nothing was trained" if run.progress.last_evaluation or more else "nothing was trained or evaluated"
     new = "to train with other settings, set a new output.dir"
     display.say("already finished", f"{done}: {undone}; to train longer, set {longer}; {new}")
+    if more:
+        load_best(run)
     return _end_untrained(run, tasks, run_dir, display)
 
 
@@ -236,8 +239,6 @@ def _end_untrained(run: Run, tasks: Tasks, run_dir: str, display: Display) -> Re
     or predicted."""
     before = read_result(run_dir)
     before = before if "step" in before else {}  # that of a run that failed after its last step
-    if tasks.evaluator is not None or tasks.predictor is not None:
-        load_best(run)
     outcome = tasks.run(display.say)
     result = _make_result(run, {**before.get("metrics", {}), **run.progress.last_evaluation}, outcome)
     has_news = run.progress.last_evaluation or outcome.metrics or outcome.predictions
