@@ -38,6 +38,7 @@ class Data:
     loader: Target | None
     collate: Target | None
     shuffle: bool
+    shuffle_buffer: int
     group_by_length: bool
     num_workers: int | None
     pin_memory: bool

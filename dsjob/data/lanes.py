@@ -3,15 +3,23 @@
 A dataset with `num_shards` and `shard(num_shards=..., index=...)`, such as an IterableDataset of Hugging Face, has at
 least one lane per rank, so each rank reads only its part. Any other dataset is one lane: every rank reads all of it,
 and the ranks take turns.
+
+A lane can be shuffled window by window. The order in a window is a function of the seed, so a resumed lane needs only
+the state of the dataset before the window, and reads the window again.
 """
 
 from __future__ import annotations
 
 from collections.abc import Iterator, Mapping
+from copy import deepcopy
 from dataclasses import dataclass
 from itertools import islice
 from typing import Any
 
+import numpy as np
+
+from dsjob.data.order import mix_seed
+from dsjob.data.permutation import Permutation
 from dsjob.data.replay import Counts
 from dsjob.data.samples import number_stream
 from dsjob.torch_private import hiding_worker
@@ -51,22 +59,36 @@ def divide_lanes(lanes: int, rank: int, world_size: int) -> list[Share]:
 @dataclass(frozen=True)
 class Position:
     """How far a lane has been read: the number of whole passes, the samples of the current one, and the dataset's own
-    state there, if it has any."""
+    state, if it has any. before: the samples of the current pass that precede this state; None if it is all of them."""
 
     passes: int = 0
     samples: int = 0
     state: Mapping[str, Any] | None = None
+    before: int | None = None
 
 
 class Lane:
-    """One lane of a dataset, read from `position` on, pass after pass. again: int64 [1], counts the samples that are
-    read again to get there."""
+    """One lane of a dataset, read from `position` on, pass after pass.
+
+    window: the number of samples that are shuffled together; 0 keeps the dataset's order. again: int64 [1], counts the
+    samples that are read again to get to a position without a state.
+    """
 
     def __init__(
-        self, dataset: Any, index: int, lanes: int, position: Position, name: str, again: Counts | None = None
+        self,
+        dataset: Any,
+        index: int,
+        lanes: int,
+        position: Position,
+        name: str,
+        *,
+        window: int = 0,
+        seed: int = 0,
+        again: Counts | None = None,
     ) -> None:
         self._dataset, self._index, self._lanes, self._name = dataset, index, lanes, name
-        self._begun, self._again = position, again
+        self._begun, self._again, self._window, self._seed = position, again, window, mix_seed(seed, index)
+        self._opened: tuple[int, Any] = 0, None  # the samples and the state before the current window
         self._part: Any = None
         self._items: Iterator[Any] = iter(())
         self._passes = position.passes
@@ -88,8 +110,12 @@ class Lane:
     @property
     def position(self) -> Position:
         """Where the next read begins."""
-        state = self._part.state_dict() if has_state(self._part) else None
-        return Position(self._passes, self.samples, state)
+        if not has_state(self._part):
+            return Position(self._passes, self.samples)
+        before, state = self._opened
+        if not self._window or self.samples == before + self._window:  # all that was read has been taken
+            before, state = self.samples, self._part.state_dict()
+        return Position(self._passes, self.samples, state, before)
 
     def _start(self) -> None:
         dataset = self._dataset
@@ -101,11 +127,24 @@ class Lane:
         if begun.state is not None:
             self._part.load_state_dict(begun.state)
         # With a state, the dataset skips these samples itself. Otherwise they are read again and dropped below.
-        first = begun.samples if begun.state is not None else 0
+        before = begun.samples if begun.before is None else begun.before
+        first = before if begun.state is not None else 0
         self._items = number_stream(_iterate(self._part), self._name, first)
+        if self._window:
+            self._items = self._shuffle(self._items, first, begun.state)
         for _ in islice(self._items, begun.samples - first):
-            if self._again is not None:
+            if self._again is not None and begun.state is None:
                 self._again += 1
+
+    def _shuffle(self, items: Iterator[Any], first: int, state: Any) -> Iterator[Any]:
+        """The items, of which `first` others came before, in another order in each window. state: the dataset's there;
+        None at the beginning of a pass."""
+        while window := list(islice(items, self._window)):
+            self._opened = first, state
+            order = Permutation(len(window), mix_seed(mix_seed(self._seed, self._passes), first))
+            yield from (window[place] for place in order[np.arange(len(window))])
+            # Not before the first sample of a pass: the state may still be that of the pass before.
+            first, state = first + len(window), deepcopy(self._part.state_dict()) if has_state(self._part) else None
 
 
 def has_state(dataset: Any) -> bool:

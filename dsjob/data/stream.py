@@ -31,22 +31,32 @@ _LARGEST = 900_000  # bytes of a dataset's states on a rank; a checkpoint takes 
 
 
 def load_training(
-    dataset: Any, *, name: str = "data.train", shuffle: bool = True, grouped: int | None = None, **options: Any
+    dataset: Any,
+    *,
+    name: str = "data.train",
+    shuffle: bool = True,
+    shuffle_buffer: int = 0,
+    grouped: int | None = None,
+    **options: Any,
 ) -> TrainingLoader | StreamLoader:
     """The loader of a dataset for training; see the classes for the options. Raises DataError."""
     length = count_dataset(dataset, name)
     if length is not None:
+        if shuffle_buffer:
+            kind, advice = type(dataset).__name__, "leave it out: data.shuffle shuffles the whole dataset"
+            raise DataError(f"data.shuffle_buffer is for iterable datasets; {name} ({kind}) has a length", hint=advice)
         return TrainingLoader(dataset, length, name=name, shuffle=shuffle, grouped=grouped, **options)
     if grouped is not None:
         kind = type(dataset).__name__
         raise DataError(f"data.group_by_length needs a dataset with a length; {name} ({kind}) is iterable")
-    return StreamLoader(dataset, name=name, **options)
+    return StreamLoader(dataset, name=name, shuffle_buffer=shuffle_buffer if shuffle else 0, **options)
 
 
 class StreamLoader:
     """This rank's micro batches of an iterable dataset, endlessly. Checkpoints contain its position.
 
     Without that (`seek` alone), it reads the dataset from the start, and drops the samples that the run has seen.
+    shuffle_buffer: how many samples of a lane are shuffled together.
     """
 
     samples_per_epoch: int | None = None
@@ -62,8 +72,10 @@ class StreamLoader:
         num_workers: int = 0,
         pin_memory: bool = False,
         name: str = "data.train",
+        shuffle_buffer: int = 0,
     ) -> None:
         self.dataset, self.passes = dataset, Passes(name)
+        self._shuffling = {"window": shuffle_buffer, "seed": seed}
         self._micro_batch, self._world, self._name = micro_batch, world, name
         self._samples = Samples(dataset, collate, name, seed)
         self._options = choose_options(world, seed, num_workers=num_workers, pin_memory=pin_memory)
@@ -74,9 +86,10 @@ class StreamLoader:
         self._restored = self._warned = False
         self.say: Callable[[str], None] | None = None  # shows the user how far a replay is
         if has_shuffle_buffer(dataset) and world.data_rank == 0:
-            lost = "a resume skips what is in it, and continues in another order"
-            what = f"{name} ({type(dataset).__name__}): checkpoints do not contain its shuffle buffer; {lost}"
-            warnings.warn(f"{what}; for an exact resume, shuffle before to_iterable_dataset", stacklevel=2)
+            lost = "a resumed run never sees the samples in it, and continues in another order"
+            what = f"{name} ({type(dataset).__name__}): checkpoints do not contain its shuffle buffer, so {lost}"
+            instead = "for an exact resume, set data.shuffle_buffer instead of calling shuffle(buffer_size=...)"
+            warnings.warn(f"{what}; {instead}", stacklevel=2)
 
     def seek(self, samples: int) -> None:
         """Tells how many samples the run has seen (over all ranks)."""
@@ -100,7 +113,7 @@ class StreamLoader:
         if not why:
             return
         for position in positions:
-            position["state"] = None
+            position["state"] = position["before"] = None
         if not self._warned:
             self._warned = True
             what = f"checkpoints will not contain the state of {self._name} ({type(self.dataset).__name__}): {why}"
@@ -138,7 +151,7 @@ class StreamLoader:
         if not self._restored:
             return self._start
         own = (self._positions.get(share.lane, Position()) for share in self._shares())
-        return sum(position.samples for position in own if position.state is None)
+        return sum(position.samples for position in own if position.state is None and position.before is None)
 
     def __iter__(self) -> Iterator[Any]:
         return self._iterate(once=False)
@@ -176,6 +189,7 @@ class StreamLoader:
             lanes=self._lanes,
             positions=self._positions,
             turn=self._turn,
+            shuffling=self._shuffling,
             micro_batch=self._micro_batch,
             once=once,
             again=None if skipped or replay is None else replay.shared,
@@ -219,12 +233,13 @@ class _Reader(IterableDataset[Any]):
         lanes: int,
         positions: Mapping[int, Position],
         turn: int,
+        shuffling: Mapping[str, int],
         micro_batch: int,
         once: bool,
         again: Tensor | None,
     ) -> None:
         self._samples, self._shares, self._turn = samples, shares, turn
-        self._lanes, self._positions = lanes, dict(positions)
+        self._lanes, self._positions, self._shuffling = lanes, dict(positions), shuffling
         self._micro_batch, self._once, self._again = micro_batch, once, again
 
     def __iter__(self) -> Iterator[Any]:
@@ -234,7 +249,7 @@ class _Reader(IterableDataset[Any]):
         again = self._again.numpy()[number : number + 1] if self._again is not None else None
         begun = [self._positions.get(share.lane, Position()) for share in shares]
         lanes = [
-            Lane(samples.dataset, share.lane, self._lanes, position, samples.name, again)
+            Lane(samples.dataset, share.lane, self._lanes, position, samples.name, again=again, **self._shuffling)
             for share, position in zip(shares, begun, strict=True)
         ]
         # With as many lanes as workers, a worker never needs those of the others.

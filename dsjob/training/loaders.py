@@ -59,7 +59,8 @@ def build_training_data(
     if not world.loads:
         return NoLoader()
     data = read() if read is not None else call_training_data(spec, trust)
-    given = [key for key in ("loader", "collate", "group_by_length") if getattr(spec.data, key) not in (None, False)]
+    keys = ("loader", "collate", "group_by_length", "shuffle_buffer")
+    given = [key for key in keys if getattr(spec.data, key)]
     if is_loader(data) and given:
         raise DataError(
             f"data.train ({type(data).__name__}) is already a loader, so data.{given[0]} has no effect",
@@ -75,6 +76,7 @@ def build_training_data(
     return load_training(
         data,
         shuffle=spec.data.shuffle,
+        shuffle_buffer=spec.data.shuffle_buffer,
         grouped=spec.trainer.train_batch if spec.data.group_by_length else None,
         collate=collate,
         **choose_loading(spec.data, data, world),

@@ -384,6 +384,12 @@ JOBS: list[tuple[str, dict[str, Any], str, dict[str, Any]]] = [
         "checkpoint.ema",
         {"checkpoint": {"ema": True, "resume": "a/b"}},
     ),
+    (
+        "own-loader",
+        {"data": {"train": CALLED, "loader": CALLED, "shuffle_buffer": 9}},
+        "data.shuffle_buffer",
+        {"data": {"train": CALLED, "shuffle_buffer": 9}},
+    ),
     ("no-train-data", {"data": {"eval": CALLED}}, "data", {"data": {"eval": CALLED}, "tasks": ["eval"]}),
     ("no-task-data", {"tasks": ["train", "eval"]}, "tasks", {"tasks": ["train", "eval"], "data": EVAL}),
     ("no-eval-data", course(eval_step=CALLED), "trainer.eval_step", {**course(eval_step=CALLED), "data": EVAL}),

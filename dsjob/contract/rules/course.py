@@ -55,6 +55,14 @@ def _train_data(document: Document) -> Iterator[Finding]:
         yield "data", "the required key train is missing", "only jobs with other tasks than train can do without it"
 
 
+@enter("own-loader", whole=True)
+def _own_loader(document: Document) -> Iterator[Finding]:
+    """A loader of the user's own decides which samples are in a batch."""
+    for key in ("group_by_length", "shuffle_buffer"):
+        if read(document, "data.loader") and read(document, f"data.{key}"):
+            yield f"data.{key}", "has no effect with data.loader", "leave it out, and do this in the loader"
+
+
 @enter("no-optimizer", whole=True)
 def _optimizer(document: Document) -> Iterator[Finding]:
     """Training without an optimizer changes nothing."""
