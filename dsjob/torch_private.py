@@ -10,7 +10,7 @@ from __future__ import annotations
 
 import copy
 import logging
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import replace
 from datetime import timedelta
@@ -215,6 +215,23 @@ def copy_with_parameters(module: nn.Module, change: Callable[[Tensor], Tensor]) 
     return made
 
 
+def call_with_meta(module: nn.Module, args: Any, kwargs: Any) -> Any:
+    """What `module` returns for these arguments, computed without values: all tensors are on the meta device."""
+
+    state = {**dict(module.named_parameters()), **dict(module.named_buffers())}
+    floats = [tensor.dtype for tensor in state.values() if tensor.is_floating_point()]
+
+    def move(tensor: Tensor) -> Tensor:
+        # Inputs in the dtype of the parameters: autocast, which would see to that, has no meta device.
+        casts = tensor.is_floating_point() and floats
+        return tensor.detach().to("meta", floats[0] if casts else tensor.dtype)
+
+    bare = {name: tensor.detach().to("meta") for name, tensor in state.items()}
+    with torch.no_grad():
+        args, kwargs = tree_map_only(Tensor, move, (tuple(args), dict(kwargs)))
+        return torch.func.functional_call(module, bare, args, kwargs)
+
+
 def list_saved_buffers(module: nn.Module) -> list[str]:
     """Names of the module's own buffers in its state dict. `state_dict()` itself would gather sharded parameters."""
     return [name for name in module._buffers if name not in module._non_persistent_buffers_set]
@@ -303,31 +320,6 @@ def collecting(optimizer: Optimizer, change: Callable[[Any], Any]) -> Iterator[N
         del optimizer._init_group  # type: ignore[attr-defined]
 
 
-# --- autograd
-
-
-def backward_of_inputs(
-    outputs: Sequence[Tensor], gradients: Sequence[Tensor | None], inputs: Sequence[Tensor], weights: Sequence[Tensor]
-) -> list[Any]:
-    """The first half of a backward pass: sets the gradients of `inputs`, without computing those of `weights`.
-
-    Returns what `backward_of_weights` needs. gradients: of `outputs`; None: 1. torch's pipelines divide passes so, and
-    offer it nowhere else.
-    """
-    from torch.distributed.pipelining._backward import stage_backward_input
-
-    given: Any = None if all(each is None for each in gradients) else list(gradients)
-    _, halves = stage_backward_input(list(outputs), given, list(inputs), iter(weights))  # type: ignore[arg-type]
-    return halves
-
-
-def backward_of_weights(halves: list[Any], weights: Sequence[Tensor]) -> None:
-    """The second half: adds to the gradients of `weights`."""
-    from torch.distributed.pipelining._backward import stage_backward_weight
-
-    stage_backward_weight(iter(weights), halves)  # type: ignore[arg-type]
-
-
 # --- checks on the device
 
 
@@ -355,6 +347,11 @@ def position_in_file(tensor: Tensor) -> int | None:
 
 
 # --- torch.nn
+
+
+def list_children(module: nn.Module) -> dict[str, nn.Module]:
+    """The children of a module under all of their names; `named_children` lists each child once."""
+    return {name: child for name, child in module._modules.items() if child is not None}
 
 
 def replace_child(owner: nn.Module, key: str, child: object) -> None:

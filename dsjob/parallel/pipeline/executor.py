@@ -4,12 +4,14 @@ from __future__ import annotations
 
 from collections import Counter
 from collections.abc import Callable, Iterable, Sequence
+from contextlib import nullcontext
 from dataclasses import dataclass, field
 from typing import Any, NamedTuple, Protocol
 
 import torch
-from torch import Tensor, nn
+from torch import Tensor
 
+from dsjob.compute.later_weights import Later
 from dsjob.errors import UsageError
 from dsjob.parallel.pipeline.messages import Edge, Incoming, Mail, list_tensors
 from dsjob.pipelines.instructions import (
@@ -27,7 +29,6 @@ from dsjob.pipelines.instructions import (
 )
 from dsjob.pipelines.timeline import find_peer
 from dsjob.ranks.mesh import Ranks
-from dsjob.torch_private import backward_of_inputs, backward_of_weights
 
 
 class Inputs(NamedTuple):
@@ -53,7 +54,7 @@ class _Slot:
     received: Any = None
     outputs: Any = None
     gradients: Incoming | None = None
-    halves: list[Any] = field(default_factory=list)  # what the second half of a backward pass needs
+    later: Later = field(default_factory=Later)  # the gradients that the second half of a backward pass computes
 
 
 class Prepare(Protocol):
@@ -64,14 +65,14 @@ class Prepare(Protocol):
 
 class Work(NamedTuple):
     """What is computed in one run of a schedule. loss: (outputs, target) -> a scalar to back-propagate; None in
-    inference, which calls `finish` instead, if there is one. weights: lists those that are trained."""
+    inference, which calls `finish` instead, if there is one. splits: whether the schedule divides backward passes."""
 
     micro_batches: Sequence[tuple[Sequence[Any], dict[str, Any], Any]]
     compute: Compute
     loss: Callable[[Any, Any], Tensor] | None = None
     finish: Callable[[Any, Any], Any] | None = None
     prepare: Prepare | None = None
-    weights: Callable[[], Sequence[nn.Parameter]] = list
+    splits: bool = False
 
 
 class Executor:
@@ -197,7 +198,9 @@ class _Passes:
             assert self._mail is not None
             slot.received, slot.message = self._mail.take(slot.message), None
         self._prepare(instruction, backward=False)
-        outputs = self._work.compute(instruction.chunk, Inputs(args, kwargs, slot.received, slot.micro))
+        inputs = Inputs(args, kwargs, slot.received, slot.micro)
+        with slot.later.deferring() if self._work.splits else nullcontext():
+            outputs = self._work.compute(instruction.chunk, inputs)
         if instruction.chunk * self._pipe.size + self._pipe.rank != self._last:
             slot.outputs = outputs
         elif self._work.loss is None:
@@ -225,20 +228,18 @@ class _Passes:
         return [tensor for tensor, _ in pairs], [gradient for _, gradient in pairs]
 
     def _backward(self, instruction: BufferOpInstruction, slot: _Slot) -> None:
-        outputs, gradients = self._take_gradients(slot)
-        self._prepare(instruction, backward=True)
-        if outputs:
-            torch.autograd.backward(outputs, gradients)
+        self._backward_input(instruction, slot)
+        self._backward_weight(instruction, slot)
 
     def _backward_input(self, instruction: BufferOpInstruction, slot: _Slot) -> None:
         outputs, gradients = self._take_gradients(slot)
         self._prepare(instruction, backward=True)
-        inputs = [tensor for tensor in list_tensors(slot.received) if tensor.requires_grad]
-        slot.halves = backward_of_inputs(outputs, gradients, inputs, self._work.weights())
+        with slot.later.deferring() if self._work.splits else nullcontext():
+            if outputs:
+                torch.autograd.backward(outputs, gradients)
 
     def _backward_weight(self, instruction: BufferOpInstruction, slot: _Slot) -> None:
-        halves, slot.halves = slot.halves, []
-        backward_of_weights(halves, self._work.weights())
+        slot.later.run()
 
 
 _ACTIONS: dict[type, Callable[[_Passes, Any, _Slot], None]] = {

@@ -91,8 +91,7 @@ class StagePasses:
             self._compute_with(strategy),
             loss,
             prepare=prepare,
-            # Listed when they are needed: gathered parameters are others than their shards.
-            weights=lambda: [each for each in self.stage.module.parameters() if each.requires_grad],
+            splits=splits,
         )
         with self._drawing_apart():
             losses = self._executor.run(steps, work)
