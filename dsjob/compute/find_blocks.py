@@ -18,6 +18,7 @@ from dsjob.contract.spec import LeafModule
 _CONTAINERS = (nn.ModuleList, nn.ModuleDict, nn.Sequential)
 _LEAF = "_z3_leaf"  # the name that DeepSpeed gives it, which programs read
 _EXTERNAL = "_dsjob_external"
+_BLOCK = "_dsjob_block"
 
 
 def mark_leaf(module: nn.Module, flag: bool = True) -> None:
@@ -38,6 +39,11 @@ def mark_external(parameter: Tensor) -> None:
 def is_external(parameter: Tensor) -> bool:
     """Whether `mark_external` was called with this parameter."""
     return getattr(parameter, _EXTERNAL, False)
+
+
+def mark_block(module: nn.Module) -> None:
+    """Marks a module: it is a block, whatever is beside it."""
+    setattr(module, _BLOCK, True)
 
 
 Found = tuple[list[nn.Module], list[str]]  # modules found, and requested names that were not found
@@ -110,11 +116,10 @@ def _search(module: nn.Module) -> Iterator[nn.Module]:
     if is_leaf(module):
         return
     children = list(module.children())
+    blocks = [child for child in children if getattr(child, _BLOCK, False)]
     if isinstance(module, _CONTAINERS):
         counts = Counter(type(child) for child in children)
-        blocks = [child for child in children if counts[type(child)] > 1 and _is_composed(child)]
-    else:
-        blocks = []
+        blocks += [child for child in children if counts[type(child)] > 1 and _is_composed(child)]
     for child in children:
         # A list inside a list is searched instead: its items may be the blocks.
         if any(child is block for block in blocks) and not isinstance(child, _CONTAINERS):

@@ -11,6 +11,7 @@ have these annotations, which other validators ignore:
 - `x-aliases`: other spellings of the key.
 - `x-replaced-by`: what to use instead of a deprecated key.
 - `x-auto`: the string "auto" is accepted; the value is then derived, or counts as unset.
+- `x-unsuggested`: the key is another name of one elsewhere, and is no suggestion for a misspelt key.
 - `x-deepspeed`: DeepSpeed's name for a key; at the root of deepspeed.json, the version whose defaults are listed.
 - `x-inherits`: unset keys in this section inherit from the job, so defaults are not filled in.
 
@@ -85,7 +86,8 @@ def list_homes(schema: Schema) -> dict[str, list[tuple[str, ...]]]:
         while places:
             path, node = places.pop()
             for key, below in node.get("properties", {}).items():
-                if key == "deepspeed" or not isinstance(below, dict) or key.startswith("_") or "deprecated" in below:
+                hidden = not isinstance(below, dict) or "deprecated" in below or "x-unsuggested" in below
+                if key == "deepspeed" or key.startswith("_") or hidden:
                     continue
                 homes.setdefault(key, []).append(path)
                 places.append(((*path, key), below))

@@ -15,6 +15,9 @@ from typing import Any, Literal, NewType, TypeVar, cast
 from dsjob.contract.lengths import Length, read_length
 from dsjob.contract.monitors import Comet, Mlflow, MonitorFiles, Wandb
 from dsjob.contract.precisions import Bf16, DataTypes, Dtype, Fp16, TorchAutocast
+from dsjob.contract.stages import Order as Order
+from dsjob.contract.stages import Pipeline as Pipeline
+from dsjob.contract.stages import Stages as Stages
 
 T = TypeVar("T")
 
@@ -286,6 +289,7 @@ class EngineSpec:
     data_types: DataTypes
     zero_optimization: Zero
     activation_checkpointing: ActivationCheckpointing
+    pipeline: Pipeline
     compile: Compile
     ops: Ops
     aio: Aio
@@ -322,6 +326,11 @@ class JobSpec(EngineSpec):
     def trains(self) -> bool:
         """Whether training is among the job's tasks."""
         return "train" in self.tasks
+
+    @property
+    def model_ranks(self) -> int:
+        """The ranks that hold one model together."""
+        return self.trainer.model_parallel_size * self.pipeline.size
 
     @property
     def driven(self) -> bool:

@@ -68,6 +68,10 @@ class TrainingLoader:
         self.samples_per_epoch: int | None = length
         self.passes = Passes(name)
 
+    def peek(self) -> Any:
+        """A batch of the dataset's first samples, without moving. May draw random numbers. Raises DataError."""
+        return self._samples.make_batch(range(min(self._micro_batch, self.samples_per_epoch or 0)))
+
     def seek(self, samples: int) -> None:
         """Makes iteration begin after the first `samples` samples of the run (over all ranks)."""
         self._start = samples

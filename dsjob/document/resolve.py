@@ -19,6 +19,7 @@ from dsjob.contract import deepspeed_keys
 from dsjob.contract import schema as contract
 from dsjob.contract.batch import BatchSizes
 from dsjob.contract.check import check_job
+from dsjob.contract.model_ranks import count_model_ranks
 from dsjob.contract.models import list_models, take_model
 from dsjob.contract.paths import Path, get_at, has_at
 from dsjob.contract.resolved import ResolvedJob
@@ -43,7 +44,7 @@ class Resolved:
 
 
 def resolve_job(document: dict[str, Any], *, world_size: int, locate: Locate, ranks_from: str = "") -> Resolved:
-    """Resolves a document for `world_size` ranks, in groups of trainer.model_parallel_size that share one model.
+    """Resolves a document for `world_size` ranks, in groups that share one model (`contract.model_ranks`).
 
     `document`: composed, without unset keys (`schema.prune`). `ranks_from`: the source of `world_size`, for messages.
     Raises DocumentError with all problems at once.
@@ -57,11 +58,11 @@ def resolve_job(document: dict[str, Any], *, world_size: int, locate: Locate, ra
 
     job, problems = _build(document, own, config, locate)
     _add_callbacks(job, config)
-    problems += check_parts(job.get("trainer"), world_size, ranks_from)
+    problems += check_parts(job, world_size, ranks_from)
+    _take_micro_batches(job)
     sizes = None
     if not leave_sizes_open(problems):
-        trainer = job.get("trainer", {})
-        ranks = Ranks(world_size, ranks_from, trainer.get("model_parallel_size", 1))
+        trainer, ranks = job.get("trainer", {}), Ranks.of_job(job, world_size, ranks_from)
         try:
             sizes = settle_sizes(trainer, ranks, document.get("resolved"), locate=locate, locate_origin=locate_origin)
         except DocumentError as error:
@@ -74,6 +75,13 @@ def resolve_job(document: dict[str, Any], *, world_size: int, locate: Locate, ra
     assert sizes is not None
     resolved, derived = _settle(job, sizes, world_size)
     return Resolved(resolved, warnings + place_problems(_warn_of_rates(resolved, derived), locate_origin), derived)
+
+
+def _take_micro_batches(job: dict[str, Any]) -> None:
+    """Sets trainer.grad_accum to pipeline.micro_batches, if that is given alone."""
+    micro, trainer = get_at(job, ("pipeline", "micro_batches")), job.get("trainer", {})
+    if isinstance(micro, int) and isinstance(trainer, dict) and trainer.get("grad_accum", "auto") == "auto":
+        job["trainer"] = {**trainer, "grad_accum": micro}
 
 
 def _add_callbacks(job: dict[str, Any], config: dict[str, Any]) -> None:
@@ -120,7 +128,7 @@ def _settle(job: dict[str, Any], sizes: BatchSizes, world_size: int) -> tuple[di
     resolved, derived = complete(job)
     resolved["trainer"].update(dataclasses.asdict(sizes))
     resolved["resolved"] = {**resolved.get("resolved", {}), "world_size": world_size}
-    told = {**derived, **told, **tell_sizes(given, sizes, world_size // resolved["trainer"]["model_parallel_size"])}
+    told = {**derived, **told, **tell_sizes(given, sizes, world_size // count_model_ranks(resolved))}
     return contract.sort_keys(resolved, contract.job_schema()), told
 
 

@@ -10,11 +10,11 @@ from typing import Any
 from dsjob.contract import deepspeed_keys
 from dsjob.contract.batch import BatchSizes
 from dsjob.contract.gpus import read_gpus
+from dsjob.contract.model_ranks import KEYS, count_model_ranks, read_sizes
 from dsjob.contract.paths import Path, get_at
 from dsjob.document.places import Locate, Place, describe_place
 from dsjob.errors import DocumentError, Problem, UsageError
 
-_PARTS = ("trainer", "model_parallel_size")
 _TRIAD = ("train_batch", "micro_batch", "grad_accum")
 
 
@@ -54,11 +54,13 @@ def choose_world_size(
 
 @dataclass(frozen=True)
 class Ranks:
-    """The number of ranks, and its source. `parts`: ranks per model-parallel group."""
+    """The number of ranks, and its source. `parts`: ranks that hold one model together; `split_by`: the keys that say
+    so."""
 
     count: int
     told_by: str = ""
     parts: int = 1
+    split_by: str = ""
 
     @property
     def data(self) -> int:
@@ -67,23 +69,30 @@ class Ranks:
 
     def describe(self) -> str:
         """The source of the number of data-parallel ranks."""
-        return self.told_by if self.parts == 1 else f"{self.count} ranks / model_parallel_size {self.parts}"
+        return self.told_by if self.parts == 1 else f"{self.count} ranks / {self.split_by}"
+
+    @classmethod
+    def of_job(cls, job: dict[str, Any], count: int, told_by: str = "") -> Ranks:
+        """The ranks of a job, which need not be valid."""
+        sizes = read_sizes(job)
+        named = " / ".join(f"{path[-1]} {size}" for path, size in sizes.items())
+        return cls(count, told_by, count_model_ranks(job), named)
 
 
-def check_parts(trainer: Any, world_size: int, ranks_from: str) -> list[Problem]:
-    """A problem if the ranks do not divide into groups of model_parallel_size."""
-    parts = trainer.get("model_parallel_size", 1) if isinstance(trainer, dict) else 1
-    if not isinstance(parts, (int, float)) or parts < 1 or world_size % parts == 0:
+def check_parts(job: dict[str, Any], world_size: int, ranks_from: str) -> list[Problem]:
+    """A problem if the ranks do not divide into groups that hold one model."""
+    parts = count_model_ranks(job)
+    if world_size % parts == 0:
         return []
     told = f" ({ranks_from})" if ranks_from else ""
-    message = f"{world_size} rank{'s' * (world_size > 1)}{told} do not divide into groups of {parts:g}"
-    hint = f"start {int(parts) * max(1, world_size // int(parts))} ranks, or another multiple of {int(parts)}"
-    return [Problem(message, _PARTS, "model-parallel-size", hint)]
+    message = f"{world_size} rank{'s' * (world_size > 1)}{told} do not divide into groups of {parts}"
+    hint = f"start {parts * max(1, world_size // parts)} ranks, or another multiple of {parts}"
+    return [Problem(message, next(iter(read_sizes(job))), "model-ranks", hint)]
 
 
 def leave_sizes_open(problems: list[Problem]) -> bool:
     """Whether problems of a job keep its batch sizes from being resolved."""
-    touched: list[Path] = [_PARTS]
+    touched: list[Path] = [*KEYS, ("pipeline", "micro_batches")]
     for key in deepspeed_keys.BATCH_KEYS:
         touched += [(key,), ("deepspeed", key), deepspeed_keys.to_job_path((key,))[1:]]
     return any(p.severity == "error" and (p.path in touched or _leaves_sizes_open(p)) for p in problems)

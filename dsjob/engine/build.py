@@ -195,9 +195,11 @@ def build_engine(
     trust: Trust = Trust(),  # noqa: B008 (frozen)
     config: Mapping[str, Any] | None = None,
     create: CreateOptimizer | None = None,
+    pipeline: StagePasses | None = None,
 ) -> E:
     """Builds an engine of class `kind` from `spec`: spreads the model, then builds the optimizer and the schedule.
 
+    pipeline: runs the passes, if `model` is only a stage of a model, whose blocks are prepared already.
     create: builds the optimizer over the masters by name, instead of `spec.optimizer`.
     config: the whole DeepSpeed config, for keys that are not in `spec`.
     """
@@ -211,9 +213,7 @@ def build_engine(
     checkpointing.use_ranks(world)
     _mark_leaves(model, spec, world)
     choose_layers(model, spec.ops.transformer, world)
-    # Before sharding: FSDP2's hooks then lie outside the recomputed and compiled forwards.
-    prepare_blocks(model, spec)
-    strategy = _spread(model, spec, world, precision)
+    strategy = _spread(model, spec, world, precision, pipeline)
     masters = strategy.masters
     over = list(masters.values()) if groups is None else _find_groups(groups, masters)
     built = None
@@ -245,10 +245,23 @@ def build_engine(
     )
 
 
-def _spread(model: nn.Module, spec: EngineSpec, world: World, precision: Precision) -> Strategy:
-    passes = StagePasses(model.stage, world, model.schedule) if isinstance(model, PipelineModule) else None
+def _spread(
+    model: nn.Module, spec: EngineSpec, world: World, precision: Precision, pipeline: StagePasses | None
+) -> Strategy:
+    # Before sharding: FSDP2's hooks then lie outside the recomputed and compiled forwards.
+    if pipeline is None:
+        prepare_blocks(model, spec)
+    if isinstance(model, PipelineModule):
+        pipeline = StagePasses(model.stage, world, model.schedule)
+    stages = pipeline.world.pipe.size if pipeline is not None else 1
+    asked: Any = spec.pipeline.stages
+    if asked not in ("auto", stages):
+        raise UsageError(
+            f"pipeline.stages is {asked}, but the model has {stages}",
+            hint="pass a PipelineModule with this number of stages, or run a job document",
+        )
     zero = spec.zero_optimization
-    return build_strategy(model, zero=zero, world=world, precision=precision, aio=spec.aio, pipeline=passes)
+    return build_strategy(model, zero=zero, world=world, precision=precision, aio=spec.aio, pipeline=pipeline)
 
 
 def _mark_leaves(model: nn.Module, spec: EngineSpec, world: World) -> None:

@@ -6,12 +6,15 @@ an engine, checks of the document call `is_driven`, and plans read `JobSpec.driv
 
 from __future__ import annotations
 
+from typing import Any
+
 from torch import nn
 
 from dsjob.contract.resolved import ResolvedModel
 from dsjob.engine.build import CreateOptimizer, MakeScheduler, build_engine
 from dsjob.engine.engine import Engine
 from dsjob.errors import UsageError
+from dsjob.parallel.pipeline.passes import StagePasses
 from dsjob.ranks.mesh import World
 from dsjob.trust.grant import Trust
 
@@ -26,9 +29,10 @@ def build_job_engine(
     trust: Trust,
     create: CreateOptimizer | None = None,
     schedule: MakeScheduler | None = None,
+    pipeline: StagePasses | None = None,
 ) -> Engine:
     """Builds the engine for one model of a job. create, schedule: build its optimizer and its schedule, instead of the
-    document.
+    document. pipeline: see `build_engine`.
 
     Raises UsageError if the job asks for DeepSpeed, and it is not installed or refuses the job.
     """
@@ -39,6 +43,11 @@ def build_job_engine(
         if create is not None or schedule is not None:
             raise UsageError("engine: deepspeed builds the optimizer and the schedule of the document", hint=_OWN)
         return driven.build_engine(model, spec, world, trust=trust, config=config, document=job.sections)
-    return build_engine(
-        model, spec, world, kind=Engine, trust=trust, config=config, create=create, lr_scheduler=schedule
-    )
+    given: dict[str, Any] = {
+        "trust": trust,
+        "config": config,
+        "create": create,
+        "lr_scheduler": schedule,
+        "pipeline": pipeline,
+    }
+    return build_engine(model, spec, world, kind=Engine, **given)

@@ -75,7 +75,7 @@ def plan_composed(composed: Composed, asked: Asked, trust: Trust) -> Plan:
 
 def _make_plan(document: dict[str, Any], world_size: int, asked: Asked, trust: Trust) -> Plan:
     spec = view(JobSpec, document)
-    world_size //= spec.trainer.model_parallel_size
+    world_size //= spec.model_ranks
     layout = _read_layout(spec, world_size, asked.offload)
     notes: list[str] = []
     if asked.params is not None:
@@ -113,7 +113,7 @@ def _make_plan(document: dict[str, Any], world_size: int, asked: Asked, trust: T
         notes=tuple(notes),
         host_limit=asked.host_memory or _read_host_memory(),
         measured_here=asked.host_memory is None,
-        ranks_here=min(spec.launch.nproc, world_size * spec.trainer.model_parallel_size),
+        ranks_here=min(spec.launch.nproc, world_size * spec.model_ranks),
     )
 
 

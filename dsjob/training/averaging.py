@@ -141,14 +141,20 @@ class Step:
 
     def settle(self, engine: Engine) -> None:
         """Call it before the step. Corrects the gradients if a loss function returned counts; a collective then."""
+        by = self.find_correction()
+        if by is not None:
+            engine.divide_gradients(by)
+
+    def find_correction(self) -> Tensor | None:
+        """What to divide the gradients by, float64 []; None if no loss function returned counts. A collective then."""
         if self._counted is None:
-            return
+            return None
         # float64 []: the sum over all ranks. Every rank reaches this, since all ranks use the same loss function.
         if self._ranks > 1:
             # Summed over ranks in place: `finish` reads the same tensor afterwards.
             dist.all_reduce(self._counted, group=self._group)
         # Losses were divided by the expected number of targets. This corrects them to the number that was returned.
-        engine.divide_gradients(self._counted / self._expect(0))
+        return self._counted / self._expect(0)
 
     def finish(self, loss: Tensor) -> Tensor:
         """The step's loss on this rank, from the mean of the results of `Part.detach`."""

@@ -34,7 +34,9 @@ from dsjob.errors import ContractError, DataError
 from dsjob.monitors import SERVICES
 from dsjob.monitors.monitor import Monitor
 from dsjob.optim.schedules import settle_length
+from dsjob.parallel.pipeline.passes import StagePasses
 from dsjob.ranks.agreement import all_gather, on_rank_0
+from dsjob.ranks.divide import divide_axes
 from dsjob.ranks.failures import follows_from_another
 from dsjob.ranks.mesh import World
 from dsjob.ranks.mpu import divide
@@ -92,10 +94,14 @@ def build_models(job: ResolvedJob, trust: Trust) -> dict[str, nn.Module]:
 
 
 def divide_ranks(spec: JobSpec, world: World, trust: Trust) -> World:
-    """Divides the ranks with `trainer.mpu`, if there is one; then this is a collective.
+    """Divides the ranks as the document says, or with `trainer.mpu`, if there is one. A collective if they are.
 
     Raises UsageError, ContractError; errors of the mpu's own code pass through.
     """
+    if spec.pipeline.size > 1:
+        divided = divide_axes(world, pipe=spec.pipeline.size)
+        # Only the last stage has losses, and outputs for metrics.
+        return dataclasses.replace(divided, reports=divided.pipe.rank == divided.pipe.size - 1)
     mpu = call_target(spec.trainer.mpu, trust=trust, where=("trainer", "mpu")) if spec.trainer.mpu else None
     try:
         divided, parts = divide(world, mpu), spec.trainer.model_parallel_size
@@ -129,6 +135,7 @@ def build_engines(
     *,
     steps: int | None = None,
     parts: Parts | None = None,
+    passes: StagePasses | None = None,
 ) -> Engines:
     """Builds an engine around each model, moves the models to the device and shards them. A collective.
 
@@ -136,7 +143,7 @@ def build_engines(
     train: dsjob's own engines without optimizer and schedule. Raises UsageError, TargetError, and ContractError for a
     model without anything to train.
 
-    parts: builds optimizers and schedules, if its class replaces these methods.
+    parts: builds optimizers and schedules, if its class replaces these methods. passes: of a pipeline.
     """
     engines = {}
     for name, model in models.items():
@@ -145,7 +152,7 @@ def build_engines(
         with placing_section(job.document, name):
             settled = _settle(job.models[name], steps)
             own = parts.build_methods(settled.spec, steps) if parts is not None and steps is not None else {}
-            engines[name] = build_job_engine(model, settled, world, trust=trust, **own)
+            engines[name] = build_job_engine(model, settled, world, trust=trust, pipeline=passes, **own)
     return Engines(engines)
 
 

@@ -18,6 +18,7 @@ from dsjob.data.given import EvaluationPass
 from dsjob.data.loader import choose_loading
 from dsjob.engine.several import Engines
 from dsjob.errors import ContractError, MetricError
+from dsjob.parallel.strategy import ELSEWHERE
 from dsjob.ranks.mesh import World
 from dsjob.ranks.mpu import share, share_length
 from dsjob.ranks.watchdog import position
@@ -217,6 +218,9 @@ class Evaluator:
                 self.measures.feed(given, batch, None, samples)
             return {name: (scalars[name], samples) for name in sorted(scalars)}
         outputs, losses, batch = self.objective.evaluate(engine, batch)
+        if outputs is ELSEWHERE:
+            nothing = torch.zeros((), device=engine.device)
+            return dict.fromkeys(self.objective.name([None] * max(1, len(self.objective.losses))), (nothing, 0))
         means = [loss.mean for loss in losses]
         if self.generator is not None:
             outputs = self.generator.add(engine, batch, outputs)

@@ -36,6 +36,7 @@ from dsjob.training.monitoring import MonitorValues
 from dsjob.training.objective import build_objective
 from dsjob.training.occasions import Occasions
 from dsjob.training.passed import Passed, require_samples
+from dsjob.training.pipelines import PipelinedStep, build_passes, read_first
 from dsjob.training.requests import Requests
 from dsjob.training.resume import load_best, resume
 from dsjob.training.run import Result, Run
@@ -152,26 +153,25 @@ def _prepare(
         loader = build_training_data(spec, world, collate, trust, parts.trainer.get_train_dataloader)
     share_samples(loader, world)
     sets = build_evaluation_sets(spec, world, collate, trust, *list_roles(spec), read=parts.read_set)
-    if note := note_few_samples(loader.samples_per_epoch, spec.trainer.train_batch):
-        display.say("note", note)
-    require_samples(spec, loader.samples_per_epoch)
+    _require_enough(spec, loader.samples_per_epoch, display)
     steps = build.count_steps(spec.trainer, loader.samples_per_epoch)
-    passed = Passed(spec, loader.samples_per_epoch)
-    engines = build.build_engines(models, job, world, trust, steps=steps, parts=parts)
+    passes = build_passes(models, spec, world, trust, lambda: read_first(spec, loader, collate, trust, parts))
+    engines = build.build_engines(models, job, world, trust, steps=steps, parts=parts, passes=passes)
     seed_rng(spec.trainer.seed + world.data_rank)  # data-parallel ranks draw different numbers from here on
     objective = build_objective(spec, engines.first.module, world.device, trust)
     callbacks = build.build_callbacks(spec, trust)
     eval_measures, eval_metrics = build.build_measures("eval", spec, world, trust)
     measures, metrics = build.build_measures("train", spec, world, trust)
-    stateful = {"train": loader} if isinstance(loader, StatefulLoader | StreamLoader) else {}
+    data = {"train": loader} if isinstance(loader, StatefulLoader | StreamLoader) else {}
+    passed = Passed(spec, loader.samples_per_epoch)
     counted = {"tokens_and_time": passed} if passed.is_needed else {}
-    named = {"callbacks": callbacks, "metrics": eval_metrics, "training_metrics": metrics, "data": stateful}
+    named = {"callbacks": callbacks, "metrics": eval_metrics, "training_metrics": metrics, "data": data}
     kept = Kept(display.say, **named, passed=counted)
     objective = parts.bind(engines, objective, measures)
     micro_step = build.build_micro_step(spec, engines, objective, measures, trust, parts, display.say)
     given: dict[str, Any] = {"collate": collate, "objective": objective, "measures": eval_measures}
-    evaluated = choose_sets(spec, sets, "eval")
-    evaluator = build.build_evaluator(spec, engines, evaluated, trust, **given) if evaluated else None
+    ours = choose_sets(spec, sets, "eval")
+    evaluator = build.build_evaluator(spec, engines, ours, trust, **given) if ours else None
     tasks = build_tasks(spec, engines, sets, trust, run_dir, parts=parts, **given)
     requests = Requests()
     run = Run(
@@ -188,6 +188,7 @@ def _prepare(
         callbacks=[*_list_own(job, run_dir, display, delivery), *callbacks.values()],
         say=display.say,
         micro_step=micro_step,
+        pipelined=PipelinedStep(objective, measures, parts) if passes is not None else None,
         averaging=build.build_averaging(spec, engines, objective),
         measures=measures,
         evaluator=evaluator,
@@ -196,6 +197,12 @@ def _prepare(
     run.tell("on_setup")
     # Last, since it loads into everything that was built.
     return run, tasks, resume(run, job)
+
+
+def _require_enough(spec: JobSpec, samples: int | None, display: Display) -> None:
+    if note := note_few_samples(samples, spec.trainer.train_batch):
+        display.say("note", note)
+    require_samples(spec, samples)
 
 
 def _list_own(job: ResolvedJob, run_dir: str, display: Display, delivery: Delivery) -> list[Callback]:

@@ -194,6 +194,10 @@ def _take_step(run: Run, batches: Iterator[Any], meter: Meter) -> None:
     delivered: Iterator[tuple[Any, Part]] = _deliver(run, batches, calls, tokens)
     if run.spec.trainer.disable_auto_grad_accumulation:  # one call, which takes the batches itself
         delivered, calls = iter([((batch for batch, _ in delivered), Part(Step(engine.world, 1)))]), 1
+    if run.pipelined is not None:  # one call for all micro batches
+        pairs, calls = list(delivered), 1
+        sums, part = run.pipelined.run(run.engines, pairs), pairs[-1][1]
+        delivered = iter(())
     for batch, part in delivered:
         scalars = run.micro_step(run.engines, batch, part)
         if run.spec.trainer.step is not None or run.parts.overrides("training_step"):

@@ -306,7 +306,7 @@ class Joined:
         own = [{name: getattr(holder, name) for name in holder._defaults} for holder in self._holders]
         for number, holder in enumerate(self._holders):
             fed = [part[number] for part in parts if part[number][0]]  # skip ranks that had no batch
-            if len(parts) == 1 or not fed:
+            if not fed:
                 continue
             holder._update_count, holder._computed = sum(count for count, _ in fed), None
             for name in holder._defaults:

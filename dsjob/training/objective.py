@@ -21,6 +21,7 @@ from dsjob.contract.spec import JobSpec, Target
 from dsjob.data.batches import IGNORED, count_samples, count_targets
 from dsjob.errors import ContractError
 from dsjob.ops.linear_cross_entropy import linear_cross_entropy
+from dsjob.parallel.strategy import ELSEWHERE
 from dsjob.torch_private import tree_map_only
 from dsjob.training.selection import Chosen, Selection
 from dsjob.trust.frames import put_at
@@ -125,10 +126,11 @@ class Objective:
         return () if self.own_loss is not None else self.terms
 
     def compute(self, model: Callable[..., Any], batch: Any) -> tuple[Any, list[Loss]]:
-        """The model's output for a batch, and the losses. Raises the errors of `call` and `find`."""
+        """The model's output for a batch, and the losses; none where the output is ELSEWHERE. Raises the errors of
+        `call` and `find`."""
         if self.own_loss is None:
             outputs = self.call(model, batch)
-            return outputs, self.find(outputs, batch)
+            return outputs, [] if outputs is ELSEWHERE else self.find(outputs, batch)
         given = self.own_loss(model, copy_batch(batch), return_outputs=True)
         if not isinstance(given, tuple) or len(given) != 2:
             raise ContractError(

@@ -21,6 +21,7 @@ from dsjob.training.evaluation import Evaluator
 from dsjob.training.metrics import Measures
 from dsjob.training.occasions import Occasions
 from dsjob.training.passed import Passed
+from dsjob.training.pipelines import PipelinedStep
 from dsjob.training.requests import Requests
 from dsjob.training.steps import MicroStep
 from dsjob.training.trainer import Parts
@@ -72,6 +73,7 @@ class Run:
     averaging: Averaging = field(default_factory=Averaging)
     measures: Measures = field(default_factory=Measures)  # metrics of training
     evaluator: Evaluator | None = None  # None without data.eval
+    pipelined: PipelinedStep | None = None  # takes all micro batches of a step, in place of micro_step
     kept: Kept = field(default_factory=Kept)  # callbacks, metrics and data whose state checkpoints contain
     occasions: Occasions | None = None
     requests: Requests = field(default_factory=Requests)

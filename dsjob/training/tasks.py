@@ -28,6 +28,7 @@ from dsjob.training.evaluation import Evaluator, name_data
 from dsjob.training.loaders import build_collate, build_evaluation_sets
 from dsjob.training.metrics import Measures
 from dsjob.training.objective import Objective, build_objective
+from dsjob.training.pipelines import build_passes, read_first_evaluated
 from dsjob.training.predict import Predictor
 from dsjob.training.resume import describe_averages, require_no_averages
 from dsjob.training.run import Result
@@ -130,7 +131,8 @@ def run_alone(job: ResolvedJob, run_dir: str, world: World, display: Display, tr
     collate = build_collate(spec, trust)
     parts = build.build_parts(spec, trust)
     sets = build_evaluation_sets(spec, world, collate, trust, *list_roles(spec), read=parts.read_set)
-    engines = build.build_engines(models, job, world, trust)
+    passes = build_passes(models, spec, world, trust, lambda: read_first_evaluated(spec, collate, trust, parts))
+    engines = build.build_engines(models, job, world, trust, passes=passes)
     seed_rng(spec.trainer.seed + world.data_rank)
     objective = build_objective(spec, engines.first.module, world.device, trust)
     measures = build.build_measures("eval", spec, world, trust)[0] if "eval" in spec.tasks else None

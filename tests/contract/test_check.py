@@ -339,7 +339,6 @@ def test_a_deepspeed_config_with_every_key_at_its_default_asks_for_nothing_unsup
             "optimizer.params.max_grad_norm",
             "clipping",
         ),
-        ({"pipeline": {"stages": 4}}, "pipeline.stages", "ZeRO"),
         ({"compile": {"deepcompile": True}}, "compile.deepcompile", "compile.enabled"),
     ],
 )

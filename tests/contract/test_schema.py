@@ -32,6 +32,7 @@ RECIPES = sorted(
 OWN_KEYWORDS = {
     "x-status",
     "x-note",
+    "x-unsuggested",
     "x-unsupported",
     "x-form",
     "x-instead",
@@ -312,7 +313,7 @@ def test_auto_where_nothing_else_derives_it_counts_as_not_given() -> None:
 
 
 def test_a_section_that_does_nothing_stays_as_it_was_given() -> None:
-    given = {"torch_autocast": {"enabled": False}, "amp": {"enabled": False}, "pipeline": {"stages": "auto"}}
+    given = {"torch_autocast": {"enabled": False}, "amp": {"enabled": False}}
     document = make_job(**given)
     once = resolve(document)
     assert {key: once[key] for key in given} == given

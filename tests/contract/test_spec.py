@@ -23,7 +23,9 @@ from dsjob.contract.spec import (
     Method,
     Metric,
     NamedLoss,
+    Order,
     Sets,
+    Stages,
     Target,
     make_target,
     view,
@@ -71,6 +73,8 @@ def type_differences(hint: Any, schema: Schema, path: str) -> Iterator[str]:
         agrees = schema["type"] == ["integer", "string"] and schema["pattern"] == PATTERN
     elif hint is Generation:
         agrees = schema["type"] == "object" and "tokenizer" in schema["properties"]
+    elif hint in (Order, Stages):
+        agrees = schema["type"] == (["string", "object"] if hint is Order else ["integer", "string"])
     elif hint is Keys:
         agrees = schema["type"] == ["array", "object"]
     elif is_dataclass(hint):
@@ -107,7 +111,7 @@ def test_the_spec_says_what_the_schema_says() -> None:
         (lambda keys: keys["trainer"]["properties"]["seed"].pop("default"), "trainer.seed may not be None"),
         (lambda keys: keys["checkpoint"]["properties"]["dir"].update(default="x"), "checkpoint.dir may be None"),
         (lambda keys: keys["launch"]["properties"]["device"]["enum"].append("tpu"), "launch.device is"),
-        (lambda keys: keys["pipeline"]["properties"]["seed_layers"].pop("x-status"), "pipeline has an effect"),
+        (lambda keys: keys["amp"]["properties"]["verbosity"].pop("x-status"), "amp has an effect"),
         (lambda keys: keys.update(loss={"type": "string"}), "loss is"),
     ],
 )

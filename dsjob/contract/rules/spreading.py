@@ -243,15 +243,6 @@ def _odd_bucket(document: Document) -> Iterator[Finding]:
         yield "zero_optimization.allgather_bucket_size", f"{size} is odd, which DeepSpeed refuses", "make it even"
 
 
-@enter("pipeline-stage")
-def _pipeline(document: Document) -> Iterator[Finding]:
-    """Stages 2 and 3 reduce gradients after each micro batch, but a pipeline still has to add to them."""
-    stages = read(document, "pipeline.stages")
-    if isinstance(stages, int) and stages > 1 and read_stage(document) >= 2:
-        message = f"{read_stage(document)} cannot be combined with a pipeline"
-        yield "zero_optimization.stage", message, "use stage 0 or 1"
-
-
 @enter("contiguous-checkpointing")
 def _contiguous(document: Document) -> Iterator[Finding]:
     """The layout of activation checkpoints in one buffer depends on their partitions and on their number."""

@@ -4,18 +4,16 @@ from __future__ import annotations
 
 import dataclasses
 import os
-import time
 from collections.abc import Callable, Iterable, Sequence
 from functools import partial
 from typing import Any
 
-import torch
 from torch import Tensor, nn
 
 from dsjob.checkpointing import checkpoint
 from dsjob.errors import UsageError
 from dsjob.parallel.pipeline.layers import Layer, Recompute, count_parameters, list_layers
-from dsjob.parallel.pipeline.messages import list_tensors
+from dsjob.parallel.pipeline.measure import measure_layers
 from dsjob.parallel.pipeline.passes import MakeSchedule
 from dsjob.parallel.pipeline.stage import Stage, cut_sequence
 from dsjob.pipelines.orders import SCHEDULES
@@ -73,7 +71,12 @@ class PipelineModule(nn.Module):
         listed = list_layers(layers)
         seconds = None
         if partition_method.lower() == "time":
-            seconds = on_rank_0(ranks, lambda: _measure(listed, example, self._world.device))
+            if example is None:
+                raise UsageError(
+                    "partition_method time measures the layers, and needs inputs for them",
+                    hint="pass example=..., the inputs of a micro batch",
+                )
+            seconds = on_rank_0(ranks, lambda: measure_layers(listed, (example,), self._world.device))
         self.parts = partition(
             partition_method,
             self.num_stages * chunks,
@@ -143,45 +146,3 @@ def _require_topology(topology: ProcessTopology | None, stages: int | None, rank
     if topology.world_size() != ranks:
         raise UsageError(f"{topology} has {topology.world_size()} ranks, but the job has {ranks}")
     return topology
-
-
-def _measure(layers: Sequence[Layer], example: Any, device: torch.device) -> list[float]:
-    """The seconds of a forward and backward pass of each layer, from the inputs of a micro batch. Raises UsageError."""
-    if example is None:
-        raise UsageError(
-            "partition_method time measures the layers, and needs inputs for them",
-            hint="pass example=..., the inputs of a micro batch",
-        )
-    made: dict[str, Any] = {}
-    seconds, value = [], example
-    with torch.random.fork_rng(), torch.enable_grad():
-        for layer in layers:
-            if layer.name not in made:
-                built = layer.made[0] if layer.made else layer.make()
-                made[layer.name] = built.to(device) if isinstance(built, nn.Module) else built
-            own = made[layer.name]
-            times = []
-            for _ in range(3):
-                started = _read_clock(device)
-                outputs = own(value) if layer.call is None else layer.call(own, value)
-                reached = [tensor for tensor in list_tensors(outputs) if tensor.requires_grad]
-                if reached:
-                    torch.autograd.backward(reached, [torch.ones_like(tensor) for tensor in reached])
-                times.append(_read_clock(device) - started)
-            seconds.append(min(times))
-            if isinstance(own, nn.Module):
-                own.zero_grad(set_to_none=True)
-            value = _detach(outputs)
-    return seconds
-
-
-def _read_clock(device: torch.device) -> float:
-    if device.type == "cuda":
-        torch.cuda.synchronize(device)
-    return time.perf_counter()
-
-
-def _detach(value: Any) -> Any:
-    from dsjob.torch_private import tree_map_only
-
-    return tree_map_only(Tensor, lambda tensor: tensor.detach().requires_grad_(tensor.requires_grad), value)

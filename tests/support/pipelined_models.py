@@ -1,0 +1,116 @@
+"""Models and data of jobs that are divided among pipeline stages."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.utils.data import Dataset, IterableDataset
+
+WORDS = 40
+SMALL: dict[str, Any] = {"vocab_size": WORDS, "use_cache": False, "pad_token_id": 0}
+
+
+def build_gpt2(layers: int = 4) -> nn.Module:
+    from transformers import GPT2Config, GPT2LMHeadModel
+
+    off = {"attn_pdrop": 0, "embd_pdrop": 0, "resid_pdrop": 0, "bos_token_id": 1, "eos_token_id": 2}
+    return GPT2LMHeadModel(GPT2Config(n_embd=16, n_layer=layers, n_head=2, n_positions=16, **off, **SMALL))
+
+
+def build_llama(layers: int = 4) -> nn.Module:
+    from transformers import LlamaConfig, LlamaForCausalLM
+
+    sizes = {"hidden_size": 16, "intermediate_size": 32, "num_hidden_layers": layers, "num_attention_heads": 2}
+    return LlamaForCausalLM(LlamaConfig(**sizes, **SMALL))
+
+
+def build_t5(layers: int = 2) -> nn.Module:
+    from transformers import T5Config, T5ForConditionalGeneration
+
+    sizes = {"d_model": 16, "d_kv": 8, "d_ff": 32, "num_layers": layers, "num_heads": 2, "dropout_rate": 0}
+    return T5ForConditionalGeneration(T5Config(decoder_start_token_id=0, **sizes, **SMALL))
+
+
+class Tokens(Dataset[dict[str, Tensor]]):
+    """Samples with input_ids, attention_mask and labels, int64 [8]; some are padded."""
+
+    def __init__(self, length: int = 64, seed: int = 0) -> None:
+        generator = torch.Generator().manual_seed(seed)
+        self.ids = torch.randint(3, WORDS, (length, 8), generator=generator)
+        self.lengths = torch.randint(4, 9, (length,), generator=generator)
+
+    def __len__(self) -> int:
+        return len(self.ids)
+
+    def __getitem__(self, index: int) -> dict[str, Tensor]:
+        mask = (torch.arange(8) < self.lengths[index]).long()
+        ids = self.ids[index] * mask
+        return {"input_ids": ids, "attention_mask": mask, "labels": torch.where(mask == 1, ids, -100)}
+
+
+class TokenStream(IterableDataset[dict[str, Tensor]]):
+    """The same as a stream."""
+
+    def __iter__(self) -> Iterator[dict[str, Tensor]]:
+        samples = Tokens()
+        while True:
+            yield from (samples[number] for number in range(len(samples)))
+
+
+class Residual(nn.Module):
+    def __init__(self, width: int, drop: float = 0.0) -> None:
+        super().__init__()
+        self.norm, self.fc, self.out = nn.LayerNorm(width), nn.Linear(width, 2 * width), nn.Linear(2 * width, width)
+        self.drop = nn.Dropout(drop)
+
+    def forward(self, x: Tensor) -> Tensor:
+        return x + self.out(self.drop(torch.relu(self.fc(self.norm(x)))))
+
+
+def build_layers(width: int = 8, blocks: int = 4, drop: float = 0.0) -> nn.Sequential:
+    """A model of layers: float [rows, 6] -> [rows, 3]."""
+    return nn.Sequential(nn.Linear(6, width), *(Residual(width, drop) for _ in range(blocks)), nn.Linear(width, 3))
+
+
+class Rows(Dataset[dict[str, Tensor]]):
+    def __init__(self, length: int = 64, seed: int = 0) -> None:
+        generator = torch.Generator().manual_seed(seed)
+        self.x = torch.randn(length, 6, generator=generator)
+        self.y = torch.randint(3, (length,), generator=generator)
+
+    def __len__(self) -> int:
+        return len(self.x)
+
+    def __getitem__(self, index: int) -> dict[str, Tensor]:
+        return {"x": self.x[index], "y": self.y[index]}
+
+
+class Crossing(nn.Module):
+    """Has its head in front of its blocks."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.first = nn.Linear(6, 8)
+        self.blocks = nn.ModuleList(Residual(8) for _ in range(2))
+        self.last = nn.ModuleList(Residual(8) for _ in range(2))
+        self.head = nn.Linear(8, 3)
+
+    def forward(self, x: Tensor) -> Tensor:
+        x = self.first(x)
+        for block in [*self.last, *self.blocks]:
+            x = block(x)
+        return self.head(x)
+
+
+class Recurrent(nn.Module):
+    """Without repeated blocks."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.cell = nn.Linear(6, 3)
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.cell(x)
