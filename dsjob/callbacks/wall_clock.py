@@ -15,16 +15,17 @@ from dsjob.engine.engine import Engine
 # Parts that steps consist of; the others occur now and then.
 _OF_STEPS = ("data", "forward", "backward", "step")
 _PARTS = (*_OF_STEPS, "evaluation", "save")
-_ON_DEVICE = ("forward", "backward", "step")
+_ON_DEVICE = ("forward", "backward", "backward_pass", "backward_rest", "step")
 
 
 class Stopwatch:
-    """Measures how long the parts of engines take, in seconds. Parts inside others are not measured.
+    """Measures how long the parts of engines take, in seconds. Of parts inside others, only `inner` are measured.
 
     On CUDA, passes and steps are measured on the device with events, so nothing waits for it until `read`.
     """
 
-    def __init__(self) -> None:
+    def __init__(self, inner: tuple[str, ...] = ()) -> None:
+        self._inner = inner
         self._waiting: list[tuple[str, Callable[[], float]]] = []  # measured parts, whose seconds may be read later
         self._inside = False
 
@@ -36,7 +37,7 @@ class Stopwatch:
         """The seconds and the number of occurrences of each part since the last call."""
         sums: dict[str, float] = {}
         counts: dict[str, int] = {}
-        for part in _PARTS:
+        for part in (*_PARTS, *self._inner):
             found = [read() for name, read in self._waiting if name == part]
             if found:
                 sums[part], counts[part] = sum(found), len(found)
@@ -45,15 +46,15 @@ class Stopwatch:
 
     @contextmanager
     def _watch(self, cuda: bool, part: str) -> Iterator[None]:
-        if self._inside:  # a pass of an evaluation, for example
+        if self._inside and part not in self._inner:  # a pass of an evaluation, for example
             yield
             return
-        self._inside = True
+        before, self._inside = self._inside, True
         try:
             with _measure_on_device(self._add(part)) if cuda and part in _ON_DEVICE else _measure_here(self._add(part)):
                 yield
         finally:
-            self._inside = False
+            self._inside = before
 
     def _add(self, part: str) -> Callable[[Callable[[], float]], None]:
         return lambda read: self._waiting.append((part, read))

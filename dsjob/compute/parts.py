@@ -17,7 +17,8 @@ _END: Any = object()
 class Parts:
     """Enters the contexts of all `watches` around each part. `data`, `evaluation` and `save` are those of the job, and
     are told to its first engine; the others are those of one engine. `forward` is a pass that will be differentiated,
-    and `step` the end of the last micro step. Parts may contain others."""
+    and `step` the end of the last micro step. Parts may contain others: `backward` consists of `backward_pass`, in
+    which most gradients are reduced, and at the boundary of `backward_rest`, which reduces the others."""
 
     def __init__(self) -> None:
         self.watches: list[Watch] = []

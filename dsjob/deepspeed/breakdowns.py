@@ -19,7 +19,14 @@ from dsjob.callbacks.memory_use import GIB, MemoryMeter, read_peak
 from dsjob.callbacks.wall_clock import Stopwatch
 from dsjob.engine.engine import Engine
 
-_DEEPSPEED_NAMES = {"forward": "fwd", "backward": "bwd", "step": "step"}
+# DeepSpeed's names of the parts of a step: in the printed line, and behind `elapsed_time_ms_` in events for monitors.
+_DEEPSPEED_NAMES = {
+    "forward": ("fwd", "forward"),
+    "backward": ("bwd", "backward"),
+    "backward_pass": ("bwd_inner", "backward_inner"),
+    "backward_rest": ("bwd_allreduce", "backward_allreduce"),
+    "step": ("step", "step"),
+}
 
 
 class Breakdowns:
@@ -36,7 +43,8 @@ class Breakdowns:
         counts = (config.get("flops_profiler") or {}).get("enabled") is True
         self._profile = _FlopsProfile(engine, config["flops_profiler"]) if counts else None
         # As in DeepSpeed, the profile includes times.
-        self._stopwatch = Stopwatch() if config.get("wall_clock_breakdown") is True or counts else None
+        timed = config.get("wall_clock_breakdown") is True or counts
+        self._stopwatch = Stopwatch(inner=("backward_pass", "backward_rest")) if timed else None
         self._meter = MemoryMeter() if config.get("memory_breakdown") is True else None
         for tool in (self._stopwatch, self._meter, self._profile):
             if tool is not None:
@@ -51,15 +59,15 @@ class Breakdowns:
         if self._stopwatch is not None:
             steps, self._printed = max(step - self._printed, 1), step
             parts = {part: 1000 * seconds / steps for part, seconds in self._stopwatch.read()[0].items()}
-            self.times = {name: parts[part] for part, name in _DEEPSPEED_NAMES.items() if part in parts}
+            self.times = {name: parts[part] for part, (name, _) in _DEEPSPEED_NAMES.items() if part in parts}
             _print_line("time (ms)", self.times)
         if self._meter is not None:
             _print_line("memory (GiB)", {kind: size / GIB for kind, size in self._read_memory().items()})
         if self._profile is not None and profiled:
             self._profile.show(self.times)
         samples = self._engine.global_samples
-        names = {name: part for part, name in _DEEPSPEED_NAMES.items()}
-        return [(f"Train/Samples/elapsed_time_ms_{names[name]}", ms, samples) for name, ms in self.times.items()]
+        events = dict(_DEEPSPEED_NAMES.values())
+        return [(f"Train/Samples/elapsed_time_ms_{events[name]}", ms, samples) for name, ms in self.times.items()]
 
     def _read_memory(self) -> dict[str, int]:
         assert self._meter is not None
@@ -114,7 +122,7 @@ class _FlopsProfile:
         }
         for part, counter in self._counted.items():
             flops, passes = counter.get_total_flops(), rhythm.accumulation
-            ms = times.get(_DEEPSPEED_NAMES[part])
+            ms = times.get(_DEEPSPEED_NAMES[part][0])
             rate = f", {1000 * flops * passes / ms / 1e12:.3g} TFLOP/s in {ms / passes:.2f} ms" if ms else ""
             facts[part] = f"{flops:,} operations{rate}" if flops else "none are counted, as in compiled models"
         return [f"flops profile of step {engine.global_steps}, rank 0", *(f"  {k:<12}{v}" for k, v in facts.items())]

@@ -125,14 +125,14 @@ class Engine(Saving):
         accumulation = self.rhythm.accumulation if scale_wrt_gas else 1
         # Gradients are summed over micro steps, so dividing each loss gives the gradient of their mean.
         part = loss / accumulation if accumulation > 1 else loss
-        # Counted here, because the hooks that count the program's own passes are disabled below.
-        self.rhythm.passes += 1
-        with self.strategy.parts("backward"):
-            # Disable the hooks on outputs: this loss is divided and scaled already.
-            with drive():
+        self.rhythm.passes += 1  # the hooks that count the program's own passes are disabled below
+        parts = self.strategy.parts
+        with parts("backward"):
+            with parts("backward_pass"), drive():  # no hooks on outputs: this loss is divided and scaled already
                 self.scale(part).backward(retain_graph=retain_graph)  # type: ignore[no-untyped-call]
             if self.rhythm.boundary and self._syncs:
-                self.strategy.end_backward()
+                with parts("backward_rest"):
+                    self.strategy.end_backward()
         return part
 
     def run_step(self, micro_batches: Sequence[Any], loss: Callable[[Any, Any], Tensor]) -> Tensor:

@@ -35,9 +35,12 @@ def test_times_are_means_of_the_steps_since_the_last_line(tmp_path: Path, capsys
     lines = capsys.readouterr().out.splitlines()
     assert [line.split(" | ")[0] for line in lines] == ["time (ms)"] * 2
     times = read_line(lines[-1])
-    assert list(times) == ["fwd", "bwd", "step"]
-    assert all(value > 0 for value in times.values())
-    assert engine.get_wall_clock_timers() == pytest.approx(times, abs=0.01)
+    assert list(times) == ["fwd", "bwd", "bwd_inner", "bwd_allreduce", "step"]
+    assert all(times[name] > 0 for name in ("fwd", "bwd_inner", "step"))
+    parts = engine.get_wall_clock_timers()
+    assert 0.5 * parts["bwd"] < parts["bwd_inner"] + parts["bwd_allreduce"] <= parts["bwd"]
+    assert parts == pytest.approx(times, abs=0.01)
+    assert (tmp_path / "times/Train_Samples_elapsed_time_ms_backward_inner.csv").exists()
     written = (tmp_path / "times/Train_Samples_elapsed_time_ms_forward.csv").read_text().splitlines()
     assert [line.split(",")[0] for line in written[1:]] == ["8", "16"]  # samples
     assert float(written[2].split(",")[1]) == pytest.approx(times["fwd"], abs=0.01)

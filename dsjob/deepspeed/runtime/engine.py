@@ -97,8 +97,8 @@ class DeepSpeedEngine(Settings, Engine):
     _consolidated_16bit_state_dict = _zero3_consolidated_16bit_state_dict
 
     def get_wall_clock_timers(self) -> dict[str, float]:
-        """The milliseconds of the parts `fwd`, `bwd` and `step` that `wall_clock_breakdown` printed last on rank 0;
-        empty without it."""
+        """The milliseconds of the parts `fwd`, `bwd`, `bwd_inner`, `bwd_allreduce` and `step` that
+        `wall_clock_breakdown` printed last on rank 0; empty without it."""
         return dict(self._breakdowns.times) if self._breakdowns is not None else {}
 
     def dynamic_loss_scale(self) -> bool:
