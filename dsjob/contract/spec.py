@@ -253,6 +253,7 @@ class Launch:
     device: Literal["auto", "cpu", "cuda"]
     backend: Literal["auto", "gloo", "nccl"]
     timeout: float
+    init_distributed: Target | None
     grace: float
     include: Sequence[int] | None
     exclude: Sequence[int] | None

@@ -13,9 +13,7 @@ from dsjob.importing.given import MODULE, Draft, Given, Rank
 _UNITS = {"batches": "ba", "records": "sp", "epochs": "ep"}
 _PERIODS = {"min_validation_period": "trainer.eval_every", "min_checkpoint_period": "checkpoint.every"}
 _CLUSTER = "it concerns Determined's cluster"
-_OWN_LOOP = (
-    "dsjob joins the ranks itself; for a program that calls deepspeed.initialize and trains itself, use dsjob exec"
-)
+_OWN_LOOP = "for a program that calls deepspeed.initialize and trains itself, use dsjob exec"
 # Keys that are left out, and why.
 LEFT_OUT = {
     "entrypoint": "the job document defines what to run",
@@ -158,8 +156,13 @@ def _draft_environment(experiment: _Experiment) -> None:
     variables = experiment.find("environment", "environment_variables")
     for each in variables.value if variables is not None and isinstance(variables.value, list) else ():
         name = str(each).partition("=")[0]
-        about = _OWN_LOOP if name == "DET_MANUAL_INIT_DISTRIBUTED" else "set it for dsjob too"
-        experiment.draft.note("left out", f"{name}: {about}", variables)
+        if variables is not None and name == "DET_MANUAL_INIT_DISTRIBUTED":
+            function = f"{MODULE}.init_distributed"
+            experiment.draft.put("launch.init_distributed._target_", variables.to(function))
+            about = f"replace {function} with a function that calls torch.distributed.init_process_group"
+            experiment.draft.note("fill in", f"launch.init_distributed: {about}; {_OWN_LOOP}", variables)
+            continue
+        experiment.draft.note("left out", f"{name}: set it for dsjob too", variables)
     whole = experiment.find("environment")
     if whole is not None and not (isinstance(whole.value, dict) and whole.value.keys() <= {"environment_variables"}):
         experiment.leave_out("environment", about=_CLUSTER)

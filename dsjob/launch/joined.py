@@ -16,12 +16,13 @@ from typing import Any
 
 from dsjob.contract.resolved import ResolvedJob
 from dsjob.errors import DocumentError, DsjobError, Interrupted, LostRankError, Preempted
+from dsjob.launch import joining
 from dsjob.launch.launcher import telling_what_is_kept
 from dsjob.launch.rank import add_import_folders, show_crashes
 from dsjob.ranks import meeting
 from dsjob.ranks.agreement import on_rank_0
 from dsjob.ranks.failures import Failure, has_hung_up, has_waited
-from dsjob.ranks.mesh import World, abandon_world, join_world, leave_world
+from dsjob.ranks.mesh import World, abandon_world, leave_world
 from dsjob.ranks.nodes import check_shared
 from dsjob.ranks.signals import keeping_handler
 from dsjob.ranks.stalls import place_records, record_collectives
@@ -55,7 +56,7 @@ def join(
     options = job.spec.launch
     record_collectives()
     abandon_world()  # a failed earlier run of a sweep leaves its process group behind
-    world = join_world(device=options.device, backend=options.backend, timeout=options.timeout)
+    world = joining.join(options, trust)
     if world.everyone.size == 1:
         return _run(job, world, trust, check_folder, run_dir)
     position.begin()

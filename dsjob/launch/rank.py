@@ -31,7 +31,8 @@ def run_rank(handed: str, run_dir: str) -> int:
     # Outside training, SIGINT kills the rank at once: it may be in a collective, where Python handlers cannot run.
     signal.signal(signal.SIGINT, signal.SIG_DFL)
     end_with_parent(int(os.environ[LAUNCHER_VARIABLE]))
-    from dsjob.ranks.mesh import join_world, leave_world
+    from dsjob.launch.joining import join
+    from dsjob.ranks.mesh import leave_world
     from dsjob.ranks.watchdog import FolderBoard, Watchdog, position
     from dsjob.training.job import run_job
 
@@ -44,10 +45,10 @@ def run_rank(handed: str, run_dir: str) -> int:
         options = job.spec.launch
         # Before joining the others, so that a rank whose partners never arrive is ended too.
         Watchdog(FolderBoard(folder, number), rank=number, timeout=options.timeout)
-        # NCCL reads its variables when the group is created, in `join_world`.
+        # NCCL reads its variables when the group is created, in `join`.
         record_collectives()
         place_records(run_dir)
-        world = join_world(device=options.device, backend=options.backend, timeout=options.timeout)
+        world = join(options, trust)
         run_job(job, run_dir, world, trust)
         leave_world()
     except BaseException as error:  # SystemExit too: a rank succeeds only by reaching the last step

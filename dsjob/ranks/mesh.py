@@ -10,6 +10,7 @@ from __future__ import annotations
 
 import gc
 import os
+from collections.abc import Callable
 from dataclasses import dataclass
 from datetime import timedelta
 from typing import Any
@@ -137,11 +138,18 @@ class World:
 _meshes: dict[tuple[Any, ...], DeviceMesh] = {}
 
 
-def join_world(*, device: str = "auto", backend: str = "auto", timeout: float = 1800.0) -> World:
+def join_world(
+    *,
+    device: str = "auto",
+    backend: str = "auto",
+    timeout: float = 1800.0,
+    initialize: Callable[..., Any] | None = None,
+) -> World:
     """Joins the process group that the environment describes, unless this process has joined one. Without such an
     environment, this process is the only rank.
 
-    `timeout`: of a collective, in seconds. Raises LaunchError if the group cannot be joined.
+    `timeout`: of a collective, in seconds. `initialize`: replaces torch's `init_process_group`, and is called with the
+    same keyword arguments. Raises LaunchError if the group cannot be joined.
     """
     rank, world_size = _read_int("RANK", 0), _read_int("WORLD_SIZE", 1)
     local_rank = _read_int("LOCAL_RANK", 0)
@@ -159,7 +167,7 @@ def join_world(*, device: str = "auto", backend: str = "auto", timeout: float = 
         if chosen.type == "cpu":
             keep_freed_memory()
     if world_size > 1 and not dist.is_initialized():
-        _join_group(rank, world_size, _choose_backend(backend, chosen), timeout, chosen)
+        _join_group(rank, world_size, _choose_backend(backend, chosen), timeout, chosen, initialize)
     return World(data_rank=rank, local_rank=local_rank, data_size=world_size, device=chosen, timeout=timeout)
 
 
@@ -244,21 +252,32 @@ def _choose_backend(wanted: str, device: torch.device) -> str:
     return "nccl" if device.type == "cuda" else "gloo"
 
 
-def _join_group(rank: int, world_size: int, backend: str, timeout: float, device: torch.device) -> None:
+def _join_group(
+    rank: int,
+    world_size: int,
+    backend: str,
+    timeout: float,
+    device: torch.device,
+    initialize: Callable[..., Any] | None,
+) -> None:
     if STORE_VARIABLE not in os.environ and "MASTER_ADDR" not in os.environ:
         raise LaunchError(
             f"WORLD_SIZE is {world_size}, but MASTER_ADDR is not set",
             hint="start the ranks with launch.nproc, torchrun or srun",
         )
+    given: dict[str, Any] = {
+        "backend": backend,
+        "store": open_store(rank, world_size, timeout),
+        "rank": rank,
+        "world_size": world_size,
+        "timeout": timedelta(seconds=timeout),
+        "device_id": device if device.type == "cuda" else None,
+    }
+    if initialize is not None:
+        initialize(**given)
+        return
     try:
-        dist.init_process_group(
-            backend,
-            store=open_store(rank, world_size, timeout),
-            rank=rank,
-            world_size=world_size,
-            timeout=timedelta(seconds=timeout),
-            device_id=device if device.type == "cuda" else None,
-        )
+        dist.init_process_group(**given)
     except (RuntimeError, ValueError) as error:
         if "Duplicate GPU" in str(error):
             raise LaunchError(

@@ -79,10 +79,11 @@ def test_checkpoint_policies_become_keys(tmp_path: Path, changes: dict[str, Any]
     assert get(imported.document, "data.eval._target_") == "my_module.build_eval_data"
 
 
-def test_a_manual_initialisation_is_explained(tmp_path: Path) -> None:
+def test_a_manual_initialisation_becomes_a_function_to_fill_in(tmp_path: Path) -> None:
     imported = load(tmp_path, environment={"environment_variables": ["DET_MANUAL_INIT_DISTRIBUTED=1", "A=secret"]})
+    assert get(imported.document, "launch.init_distributed._target_") == "my_module.init_distributed"
+    assert "launch.init_distributed: replace my_module.init_distributed" in messages(imported, "fill in")
     told = messages(imported, "left out")
-    assert "DET_MANUAL_INIT_DISTRIBUTED: dsjob joins the ranks itself" in told
     assert "A: set it for dsjob too" in told
     assert "secret" not in told
 
