@@ -31,7 +31,9 @@ def describe_lengths(spec: JobSpec, samples: int | None, tokens: int) -> Iterato
             about = ": wall-clock time"
         elif length.unit == "tokens":
             about = f": about {length.amount / tokens:,.4g} steps of {tokens:,} tokens" if tokens else ""
-        elif length.unit != "steps":
+        elif length.unit == "steps":
+            about = f": {length.amount:,.6g} step{'s' * (length.amount != 1)}"
+        else:
             amount = length.amount * (samples or 0 if length.unit == "epochs" else 1)
             about = f": {amount / batch:,.6g} steps of {batch:,} samples" if amount else ""
         if length.text.isdigit():

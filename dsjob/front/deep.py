@@ -28,7 +28,7 @@ from dsjob.trust.targets import MAKERS, find_target
 
 # A function at these places is not called when it is built. Its arguments are bound (see `targets.build_callable`) and
 # the rest follows with each call, so missing arguments are not an error.
-_KEPT = ("loss", "data.collate", "data.loader", "trainer.step", "trainer.eval_step")
+_KEPT = ("loss", "data.collate", "data.loader", "launch.init_distributed", "trainer.step", "trainer.eval_step")
 _GIVEN: dict[Path, int] = {("optimizer",): 1, ("scheduler",): 1, ("data", "loader"): 1}  # positional arguments by dsjob
 
 

@@ -30,6 +30,7 @@ def make(folder: Path, function: str) -> None:
 
 def test_ranks_of_dsjob_and_of_torchrun_are_joined_by_it(tmp_path: Path) -> None:
     make(tmp_path, "connect")
+    assert dsjob("validate", "--deep", "cfg.json", cwd=tmp_path).stdout == "cfg.json: ok\n"
     done = dsjob("cfg.json", cwd=tmp_path)
     assert done.returncode == 0, done.stderr
     assert "rank 1 of 2 by itself" in (tmp_path / "run" / "logs" / "rank-00001.log").read_text()
