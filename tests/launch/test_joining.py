@@ -45,7 +45,7 @@ def test_ranks_of_dsjob_and_of_torchrun_are_joined_by_it(tmp_path: Path) -> None
     [
         ("forget", "launch.init_distributed: rank 0 of 2 is without a process group"),
         ("fail", "launch.init_distributed: OSError: no network for gloo"),
-        ("fial", 'cannot import joins.fial: joins has no \'fial\'; did you mean "fail"?'),
+        ("fial", "cannot import joins.fial: joins has no 'fial'; did you mean \"fail\"?"),
     ],
 )
 def test_its_errors_have_their_place(tmp_path: Path, function: str, message: str) -> None:
