@@ -207,10 +207,11 @@ class Strategy:
         if self.world.model.size > 1:
             # In fp32, the square of a norm above 1.8e19 would be infinite, and the step would be skipped.
             square = norm.to(device, torch.float64).square()
-            others = total_norm([g for name, g in gradients.items() if name in self._counted_elsewhere], device)
+            others = [g for name, g in gradients.items() if name in self._counted_elsewhere]
             # Parameters counted on another rank add nothing, but if their gradients are not finite, all ranks must know
             # it: 0 * inf is nan.
-            square += 0 * others.to(square)
+            if others:
+                square += 0 * total_norm(others, device).to(square)
             # Each rank adds the squares of its own parts of the model.
             dist.all_reduce(square, group=self.world.model.group)
             norm = square.sqrt().float().to(norm.device)

@@ -20,6 +20,7 @@ class Listed(NamedTuple):
 LISTED: tuple[Listed, ...] = (
     Listed("dsjob", r"linear_cross_entropy", r"dsjob\.ops\.linear_cross_entropy"),
     Listed("dsjob.recipes", r"[a-z]\w*\.[A-Za-z]\w*", r"dsjob\.recipes\.\w+"),
+    Listed("dsjob.pipelines", r"(schedules|orders)\.[A-Z]\w*", r"dsjob\.pipelines\.(schedules|orders)"),
     Listed("dsjob.text", r"Text|Pad|Mixture|Prompts|Rouge|exact_match", r"dsjob\.text\.\w+"),
     Listed("dsjob.callbacks", r"[A-Z]\w*", r"dsjob\.callbacks\.(?!callback$)\w+"),
     Listed("dsjob.optim.schedules", r"[A-Z]\w*", r"dsjob\.optim\.schedules"),

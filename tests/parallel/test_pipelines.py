@@ -2,19 +2,22 @@
 
 from __future__ import annotations
 
+import time
 from functools import cache, partial
 from typing import Any
 
 import pytest
 import torch
-from pipelines import ROWS, list_specs, make_engine, train
+from pipelines import ROWS, deal, list_specs, make_engine, train
 from ranks import run_ranks
+from simulated_cuda import find_device
+from simulated_cuda.build import build, find_obstacle
 
 from dsjob.deepspeed.pipe import PipeDataParallelTopology, ProcessTopology
 from dsjob.deepspeed.runtime.pipe.schedule import TrainSchedule
-from dsjob.errors import UsageError
+from dsjob.errors import LostRankError, UsageError
 from dsjob.pipelines.orders import SCHEDULES
-from dsjob.ranks.mesh import World
+from dsjob.ranks.mesh import World, abandon_world
 
 STEPS = 20
 Case = dict[str, Any]
@@ -189,3 +192,57 @@ def test_mistakes() -> None:
         ]
     )
     assert ROWS % 8 == 0
+
+
+def train_on_device(world: World, by: str, chunks: int, config: dict[str, Any]) -> tuple[list[float], Any, list[str]]:
+    """Losses of three steps, how often the host waits for the device in the last one, and memory used out of order."""
+    device = find_device()
+    schedule = partial(SCHEDULES[by], chunks=chunks)
+    engine = make_engine(world, 2, schedule=schedule, chunks=chunks, config=config)
+    batches, losses = deal(engine.world, 4, 3), []
+    for _ in range(3):
+        if device is not None:
+            device.take_waits()
+        losses.append(engine.train_batch(batches))
+        waits = device.take_waits() if device is not None else {}
+    return [float(loss) for loss in losses], waits, device.take_hazards() if device is not None else []
+
+
+@pytest.mark.skipif(find_obstacle() is not None, reason=find_obstacle() or "")
+@pytest.mark.parametrize(
+    ("by", "chunks", "config", "waits"),
+    [
+        ("interleaved", 2, {}, {}),
+        pytest.param("1f1b", 1, {"bf16": {"enabled": True}}, {"event": 1}, marks=pytest.mark.full),
+        pytest.param("zero-bubble", 1, {}, {}, marks=pytest.mark.full),
+    ],
+)
+def test_a_simulated_gpu_gives_the_losses_of_a_cpu_without_waiting(
+    by: str, chunks: int, config: dict[str, Any], waits: dict[str, int]
+) -> None:
+    """Messages between two ranks pass one after the other, as with NCCL: a wrong order would never end."""
+    ((expected, _, _), _) = run_ranks(train_on_device, 2, by, chunks, config)
+    for losses, waited, hazards in run_ranks(train_on_device, 2, by, chunks, config, library=build()):
+        assert losses == pytest.approx(expected, rel=2e-3 if config else 1e-6)
+        assert (waited, hazards) == (waits, [])
+
+
+def leave(world: World) -> tuple[str, float]:
+    """The second of three stages closes its connections between two steps, as the system does when it is killed."""
+    engine = make_engine(world, 3)
+    batches = deal(engine.world, engine.micro_batches, 2)
+    engine.train_batch(batches)
+    if engine.stage_id == 1:
+        abandon_world()
+        return "", 0.0
+    started = time.monotonic()
+    with pytest.raises(LostRankError) as found:
+        engine.train_batch(batches)
+    return found.value.message, time.monotonic() - started
+
+
+def test_the_others_notice_that_a_stage_has_gone() -> None:
+    first, _, last = run_ranks(leave, 3)
+    for told, seconds in (first, last):
+        assert "stage 1 of the pipeline has ended or cannot be reached" in told
+        assert seconds < 20

@@ -26,7 +26,11 @@ class Embed(nn.Module):
 
     def forward(self, tokens: Tensor) -> Values:
         mask = tokens != 0
-        return self.words(tokens), mask[:, None, :].expand(-1, tokens.shape[1], -1), torch.tensor([0])
+        return (
+            self.words(tokens),
+            mask[:, None, :].expand(-1, tokens.shape[1], -1),
+            torch.zeros(1, dtype=torch.int64, device=tokens.device),
+        )
 
     @property
     def weight(self) -> Tensor:

@@ -29,12 +29,13 @@ from torch import Tensor
 
 from dsjob.errors import DsjobError, LostRankError, UsageError
 from dsjob.ranks.agreement import find_host_group
+from dsjob.ranks.failures import follows_from_another
 from dsjob.ranks.mesh import Ranks
 from dsjob.torch_private import tree_flatten, tree_unflatten
 
 _FAILED = -1  # in place of the number of micro batches: the sender has failed
 _UNSEEN = -1  # the last element of a header that has not arrived
-_HEADER, _LAYOUT, _TENSOR = range(3)  # kinds of transfers, which have different tags
+_HEADER, _LAYOUT, _TENSOR, _ON_HOST = range(4)  # kinds of transfers, which have different tags
 _PATIENCE = 2.0  # seconds for neighbours to receive the news of a failure
 _made = count()  # all ranks create the mail of their engines in the same order
 _TAGS = 1 << 12  # of each
@@ -50,15 +51,16 @@ class Edge(NamedTuple):
 
     def number(self, kind: int) -> int:
         """Tells transfers of a kind along this edge from all others between the same two ranks."""
-        return (2 * self.chunk + self.forward) * 3 + kind
+        return (2 * self.chunk + self.forward) * 4 + kind
 
 
 class _Shape(NamedTuple):
-    """A tensor in a layout."""
+    """A tensor in a layout. on_host: a program on a GPU may send one that is on the host."""
 
     dtype: torch.dtype
     shape: tuple[int, ...]
     needs_grad: bool
+    on_host: bool
 
 
 class _Plain(NamedTuple):
@@ -122,7 +124,7 @@ class Mail:
         self._send_header(edge, [self.count, micro, len(blob), number], blob)
         for tensor in tensors:
             if tensor.numel():
-                self._start(dist.isend, _as_bytes(tensor.detach().contiguous()), edge, _TENSOR, self._pipe.group)
+                self._start(dist.isend, _as_bytes(tensor.detach().contiguous()), edge, *self._choose(tensor.is_cpu))
 
     def _send_header(self, edge: Edge, header: list[int], blob: bytes) -> None:
         self._start(dist.isend, torch.tensor(header), edge, _HEADER, self._hosts)
@@ -132,6 +134,10 @@ class Mail:
     def _start(self, call: Any, tensor: Tensor, edge: Edge, kind: int, group: Any) -> None:
         with self._naming(edge.peer):
             self._sent.append((call(tensor, group=group, group_dst=edge.peer, tag=self._tag(edge, kind)), tensor))
+
+    def _choose(self, on_host: bool) -> tuple[int, Any]:
+        """The kind of the transfer of a tensor, and its group."""
+        return (_ON_HOST, self._hosts) if on_host and self._in_order else (_TENSOR, self._pipe.group)
 
     def _tag(self, edge: Edge, kind: int) -> int:
         return self._first_tag + edge.number(kind)
@@ -197,14 +203,13 @@ class Mail:
         message.layout = known[number]
         for leaf in message.layout.leaves:
             if isinstance(leaf, _Shape):
-                tensor = torch.empty(leaf.shape, dtype=leaf.dtype, device=self._device)
+                tensor = torch.empty(leaf.shape, dtype=leaf.dtype, device="cpu" if leaf.on_host else self._device)
                 message.tensors.append(tensor)
                 if tensor.numel():
                     with self._naming(edge.peer):
-                        bare = _as_bytes(tensor)
-                        work = dist.irecv(
-                            bare, group=self._pipe.group, group_src=edge.peer, tag=self._tag(edge, _TENSOR)
-                        )
+                        kind, group = self._choose(leaf.on_host)
+                        tag = self._tag(edge, kind)
+                        work = dist.irecv(_as_bytes(tensor), group=group, group_src=edge.peer, tag=tag)
                         message.works.append(work)
 
     def finish(self) -> None:
@@ -255,7 +260,7 @@ class _Naming:
         pass
 
     def __exit__(self, kind: Any, error: BaseException | None, trace: Any) -> None:
-        if isinstance(error, RuntimeError):
+        if isinstance(error, RuntimeError) and follows_from_another(error):
             raise self._mail._lose(self._peer, error) from error
 
 
@@ -270,7 +275,7 @@ def _describe(value: Any) -> tuple[_Layout, list[Tensor]]:
     found, spec = tree_flatten(value)
     tensors = [leaf for leaf in found if isinstance(leaf, Tensor)]
     leaves = tuple(
-        _Shape(leaf.dtype, tuple(leaf.shape), leaf.requires_grad)
+        _Shape(leaf.dtype, tuple(leaf.shape), leaf.requires_grad, leaf.is_cpu)
         if isinstance(leaf, Tensor)
         else _Plain(type(leaf), leaf)
         for leaf in found
