@@ -22,11 +22,7 @@ from torch import Tensor, nn
 from torch._C._functorch import is_functorch_wrapped_tensor as is_functorch_wrapped_tensor
 from torch._subclasses.fake_tensor import FakeTensorMode as FakeTensorMode
 from torch.distributed import Store
-from torch.distributed.distributed_c10d import (
-    _get_default_store,
-    _new_process_group_helper,
-    _world,
-)
+from torch.distributed.distributed_c10d import _get_default_store, _new_process_group_helper, _world
 from torch.nn.modules.batchnorm import _NormBase
 from torch.optim import Optimizer
 from torch.optim.optimizer import _global_optimizer_post_hooks, _global_optimizer_pre_hooks
@@ -187,6 +183,43 @@ def begin_calls(unit: FSDPModule) -> None:
     state._lazy_init()
 
 
+def shard_memory(parameter: Any) -> Tensor:
+    """This rank's shard of an FSDPParam: 1-D, padded to the size that all ranks gather."""
+    return cast(Tensor, parameter._sharded_param_data)
+
+
+def show_shard_in(parameter: Any, memory: Tensor, *, whole: bool = False) -> None:
+    """Makes an FSDPParam gather its shard from `memory`, which holds the same values as `shard_memory`. whole: also
+    moves the parameter that the optimizer and the model have there, which stays the same object."""
+    parameter._sharded_param_data = memory
+    if whole:
+        own = find_part(parameter.sharded_param)
+        own.data = memory[: own.numel()].view(own.shape)
+
+
+def read_before_gathers(
+    unit: FSDPModule, needed: Callable[[bool], None], done: Callable[[Any], None], alone: bool
+) -> None:
+    """Calls `needed(in_backward)` before a unit copies its shards to gather them, and `done(event)` after.
+
+    FSDP2 has no hooks there. event: torch.Event after the copies to a GPU. alone: on one rank, which copies at the end
+    of a gather, not at its beginning; then `event` is None, because the copies are on the current stream.
+    """
+    name = "wait_for_unshard" if alone else "unshard"
+    for group in _list_groups(unit):
+        original = getattr(group, name)
+
+        def gather(*args: Any, group: Any = group, original: Any = original, **kwargs: Any) -> None:
+            copies = group.is_sharded and (group._all_gather_result is not None) == alone
+            if copies:
+                needed(group._training_state.name == "PRE_BACKWARD")
+            original(*args, **kwargs)
+            if copies:
+                done(None if alone else group._all_gather_result.all_gather_event)
+
+        setattr(group, name, gather)
+
+
 def _list_groups(unit: FSDPModule) -> list[Any]:
     state: Any = unit._get_fsdp_state()
     # A list of groups since torch 2.13; before, one group or None.
@@ -270,6 +303,21 @@ def replace_apply(apply: Callable[[nn.Module, Callable[[nn.Module], None]], nn.M
         nn.Module.apply = original  # type: ignore[method-assign]
 
 
+def list_children(module: nn.Module) -> dict[str, nn.Module]:
+    """The children of a module under all of their names; `named_children` lists each child once."""
+    return {name: child for name, child in module._modules.items() if child is not None}
+
+
+def replace_child(owner: nn.Module, key: str, child: object) -> None:
+    """Puts anything that can be called in the place of a module's child."""
+    owner._modules[key] = child  # type: ignore[assignment]
+
+
+def list_forward_hooks(module: nn.Module) -> list[Any]:
+    """The functions that a call of this module runs before and after its `forward`."""
+    return [*module._forward_pre_hooks.values(), *module._forward_hooks.values()]
+
+
 # --- torch.optim
 
 
@@ -320,15 +368,12 @@ def collecting(optimizer: Optimizer, change: Callable[[Any], Any]) -> Iterator[N
         del optimizer._init_group  # type: ignore[attr-defined]
 
 
-# --- checks on the device
+# --- tensors
 
 
 def assert_on_device(holds: Tensor) -> None:
     """Fails if `holds`, a bool scalar, is false, without waiting for the device. Public functions would wait."""
     torch._assert_async(holds)
-
-
-# --- storages
 
 
 def address_of(tensor: Tensor) -> int:
@@ -344,24 +389,6 @@ def find_base(tensor: Tensor) -> Tensor:
 def position_in_file(tensor: Tensor) -> int | None:
     """The offset in the file at which `torch.load(map_location="meta")` found a tensor's storage."""
     return getattr(tensor.untyped_storage(), "_checkpoint_offset", None)
-
-
-# --- torch.nn
-
-
-def list_children(module: nn.Module) -> dict[str, nn.Module]:
-    """The children of a module under all of their names; `named_children` lists each child once."""
-    return {name: child for name, child in module._modules.items() if child is not None}
-
-
-def replace_child(owner: nn.Module, key: str, child: object) -> None:
-    """Puts anything that can be called in the place of a module's child."""
-    owner._modules[key] = child  # type: ignore[assignment]
-
-
-def list_forward_hooks(module: nn.Module) -> list[Any]:
-    """The functions that a call of this module runs before and after its `forward`."""
-    return [*module._forward_pre_hooks.values(), *module._forward_hooks.values()]
 
 
 # --- torch.compile

@@ -13,7 +13,7 @@ import errno
 import mmap
 import os
 import tempfile
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
 from typing import NamedTuple
 from weakref import WeakSet
@@ -32,14 +32,21 @@ def round_up(size: int) -> int:
 
 
 class Buffer:
-    """Memory for transfers, aligned to `PAGE`. It grows, but never shrinks."""
+    """Memory for transfers, aligned to `PAGE`. It grows, but never shrinks. pin: page-locked memory, for a GPU."""
 
-    def __init__(self) -> None:
+    def __init__(self, pin: bool = False) -> None:
+        self._pin = pin
         self.bytes = torch.empty(0, dtype=torch.uint8)
 
     def reserve(self, size: int) -> None:
         """Makes room for `size` bytes. What the buffer held is lost if it has to grow."""
-        if self.bytes.numel() < size:
+        if self.bytes.numel() >= size:
+            return
+        self.bytes = torch.empty(0, dtype=torch.uint8)  # frees the old memory first
+        if self._pin:
+            locked = torch.empty(round_up(size) + PAGE, dtype=torch.uint8, pin_memory=True)
+            self.bytes = locked[-locked.data_ptr() % PAGE :][: round_up(size)]
+        else:
             # Private, so that limits on a process's memory count it, and worker processes get no part of it.
             memory = mmap.mmap(-1, round_up(size), flags=mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS)
             self.bytes = torch.frombuffer(memory, dtype=torch.uint8)
@@ -58,6 +65,11 @@ class Transfer:
 
     def __init__(self, requests: list[Future[None]]) -> None:
         self._requests = requests
+
+    @classmethod
+    def join(cls, transfers: Iterable[Transfer]) -> Transfer:
+        """All of `transfers` as one."""
+        return cls([request for transfer in transfers for request in transfer._requests])
 
     @property
     def ended(self) -> bool:

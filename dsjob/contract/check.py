@@ -311,9 +311,6 @@ def _check_status(value: Any, schema: Schema, path: Path) -> list[Problem]:
         if status == "unsupported" and not off:
             shown = "" if isinstance(item, dict) else f"{show(item)} "
             problems.append(Problem(f"{shown}is not supported by dsjob", here, "unsupported", note))
-        elif isinstance(item, str) and item in below.get("x-unsupported", {}):
-            note = below["x-unsupported"][item]
-            problems.append(Problem(f"{show(item)} is not supported by dsjob", here, "unsupported", note))
         elif status == "no-effect":
             problems.append(Problem("has no effect here", here, "no-effect", note, severity="warning"))
         if isinstance(item, bool) and "stage" in below.get("properties", {}):

@@ -6,7 +6,6 @@ have these annotations, which other validators ignore:
 - `x-status`, with `x-note`: `mapped` (to what), `no-effect` or `unsupported` (why). A section's status applies to all
   its keys.
 - `x-form`: what a `pattern` accepts, in words, for messages.
-- `x-unsupported`: values that are not supported, and why.
 - `x-instead`: the value that `dsjob import` writes instead of an unsupported one.
 - `x-aliases`: other spellings of the key.
 - `x-replaced-by`: what to use instead of a deprecated key.

@@ -10,6 +10,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 
 DISK_PART = 16 << 20  # bytes of masters on a disk that are stepped at a time, with their optimizer state
+DISK_BUFFERS = 4  # of such parts, if offload_optimizer does not say otherwise
 SMALL_BLOCK = 1 << 20  # elements: for smaller blocks, the overhead of a collective outweighs its transfer time
 
 
@@ -24,6 +25,20 @@ def choose_share(sizes: Sequence[int], ratio: float) -> set[int]:
             chosen.add(number)
             left -= size
     return chosen
+
+
+def choose_kept(sizes: Sequence[int], most: int) -> set[int]:
+    """Indices of the parameters that stay in memory if others go to a disk: in order, each that fits into what is left
+    of `most` elements.
+
+    `sizes`: number of elements of each parameter on a rank.
+    """
+    kept = set()
+    for number, size in enumerate(sizes):
+        if size <= most:
+            kept.add(number)
+            most -= size
+    return kept
 
 
 def stands_alone(elements: int, stage: int) -> bool:

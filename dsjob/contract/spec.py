@@ -83,6 +83,10 @@ class Trainer:
 class OffloadParam:
     device: Literal["none", "cpu", "nvme"]
     pin_memory: bool
+    nvme_path: str | None
+    buffer_count: int
+    buffer_size: int
+    max_in_cpu: int
 
 
 @dataclass(frozen=True, slots=True)
@@ -121,6 +125,11 @@ class Zero:
             return "param"
         return "optimizer" if self.offload_optimizer and self.offload_optimizer.device != "none" else "none"
 
+    @property
+    def parameters_on_disk(self) -> bool:
+        """Whether the parameters are kept on a disk."""
+        return self.offload == "param" and self.offload_param is not None and self.offload_param.device == "nvme"
+
 
 @dataclass(frozen=True, slots=True)
 class ActivationCheckpointing:
@@ -145,7 +154,7 @@ class Compile:
 
 @dataclass(frozen=True, slots=True)
 class Aio:
-    """Requests of offload_optimizer.device nvme. block_size: in bytes."""
+    """Requests of device nvme. block_size: in bytes."""
 
     block_size: int
     queue_depth: int

@@ -82,9 +82,7 @@ def describe_status(schema: Schema) -> str:
     """The status of a key and the reason for it; empty if the key is implemented."""
     status = schema.get("x-status", "")
     note = schema.get("x-note", "")
-    described = ": ".join(part for part in (STATUSES.get(status, status), note) if part)
-    refused = [f"{value} is not supported: {why}" for value, why in schema.get("x-unsupported", {}).items()]
-    return "; ".join([*([described] if described else []), *refused])
+    return ": ".join(part for part in (STATUSES.get(status, status), note) if part)
 
 
 def describe_age(schema: Schema) -> str:

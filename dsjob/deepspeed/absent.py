@@ -20,7 +20,7 @@ from dsjob.errors import UsageError
 _HERE = __package__
 _INFERENCE = "dsjob trains; engine.module.generate() works, and `dsjob convert --to hf` writes a folder for a server"
 _EXPERTS = "expert parallelism is not built; a model with experts trains under ZeRO like any other"
-_NVME = "the config's offload_optimizer section keeps optimizer state on a disk: device nvme, with nvme_path"
+_NVME = "the config's offload_optimizer and offload_param sections keep state on a disk: device nvme, with nvme_path"
 _OPTIMIZER = "engine.optimizer is the optimizer itself, without a wrapper; `dsjob plan` predicts the memory of a job"
 _KERNELS = "use torch's own attention and layers (scaled_dot_product_attention, torch.compile: compile.enabled)"
 _TILED = "use torch.nn.Linear; dsjob.linear_cross_entropy saves the memory of a large vocabulary's logits"

@@ -138,6 +138,7 @@ def _read_layout(spec: JobSpec, world_size: int, offload: Offload | None) -> Lay
     zero, summed = spec.zero_optimization, spec.data_types.grad_accum_dtype
     moved = zero.offload_optimizer
     disk = moved if moved and moved.device == "nvme" else None
+    parameters = zero.offload_param if zero.parameters_on_disk else None
     layout = Layout(
         stage=spec.zero_optimization.stage,
         world_size=world_size,
@@ -152,6 +153,8 @@ def _read_layout(spec: JobSpec, world_size: int, offload: Offload | None) -> Lay
         ahead=zero.stage3_prefetch_bucket_size or 0,
         live=zero.stage3_max_live_parameters,
         disk_buffers=max(disk.buffer_count, 1) if disk else 0,
+        block_buffers=max(parameters.buffer_count, 1) if parameters else 0,
+        max_in_cpu=parameters.max_in_cpu if parameters else 0,
         second=zero.zero_hpz_partition_size if zero.stage == 3 and zero.zero_hpz_partition_size > 1 else 0,
     )
     if layout.offload_problem:

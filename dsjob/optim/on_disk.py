@@ -1,4 +1,4 @@
-"""Optimizer state and fp32 masters on a local disk, stepped part by part.
+"""Optimizer state and fp32 masters on local disks, stepped part by part.
 
 Between steps, the large tensors are mappings of a scratch file, so a checkpoint, or a program, reads and writes them
 like any other tensor. A step reads one part of the parameters after another, with its state, into buffers, past the
@@ -27,12 +27,16 @@ from dsjob.torch_private import find_part, with_part
 SMALL = 64 << 10  # bytes: a smaller tensor stays in memory, since a request would take longer than its bytes
 PART = DISK_PART  # Adam's averages take twice as many bytes in the same buffer
 
+_Move = Callable[[ScratchFile, Sequence[Piece], Buffer], Transfer]
+
 
 class _Entry(NamedTuple):
-    """This rank's part of a tensor: the object that the optimizer uses, its mapping, and its place in the file and in a
-    buffer. `tensor.data` is set to one memory or the other: the optimizer keeps its objects, also inside of DTensors.
+    """This rank's part of a tensor: its file, the object that the optimizer uses, its mapping, and its place in the
+    file and in a buffer. `tensor.data` is set to one memory or the other: the optimizer keeps its objects, also inside
+    of DTensors.
     """
 
+    file: ScratchFile
     tensor: Tensor
     mapped: Tensor
     piece: Piece
@@ -54,10 +58,13 @@ class _Loaded(NamedTuple):
 
 
 class StateOnDisk:
-    """What one optimizer on this rank keeps on a disk. buffers: that hold the tensors of one part each."""
+    """What one optimizer on this rank keeps on disks."""
 
-    def __init__(self, file: ScratchFile, buffers: int) -> None:
-        self._file = file
+    def __init__(self, weights: ScratchFile | None, state: ScratchFile | None, buffers: int) -> None:
+        """weights, state: the files of masters and of the optimizer's state, which may be the same; None: what stays in
+        memory. buffers: how many; each holds the tensors of one part."""
+        self.weights, self._state = weights, state
+        self._files = [file for file in dict.fromkeys((weights, state)) if file is not None]
         self._free = [Buffer() for _ in range(max(buffers, 1))]
         self._writing: deque[tuple[Transfer, Buffer]] = deque()
 
@@ -71,18 +78,21 @@ class StateOnDisk:
             )
 
     def make(self, like: Tensor, dtype: torch.dtype) -> Tensor:
-        """A new tensor on the host with the shape and placement of `like`: on the disk, unless it is small. Raises
-        StorageError."""
+        """A new tensor of the optimizer's state, on the host, with the shape and placement of `like`: on the disk,
+        unless it is small. Raises StorageError."""
+        return self._make(self._state, like, dtype)
+
+    def _make(self, file: ScratchFile | None, like: Tensor, dtype: torch.dtype) -> Tensor:
         own = local(like)
-        if own.numel() * dtype.itemsize < SMALL:
+        if file is None or own.numel() * dtype.itemsize < SMALL:
             return torch.empty_like(like, dtype=dtype, device="cpu")
-        part = self._map(own, dtype)
+        part = _map(file, own, dtype)
         return with_part(like, part) if isinstance(like, DTensor) else part
 
     @torch.no_grad()
     def keep(self, values: Tensor, dtype: torch.dtype) -> Tensor:
-        """A copy of `values` on the host that `make` has made. Raises StorageError."""
-        kept = self.make(values, dtype)
+        """A copy of `values`, which are weights, on the host: on the disk, unless it is small. Raises StorageError."""
+        kept = self._make(self.weights, values, dtype)
         entry = self._find(local(kept), 0)
         if entry is None:
             local(kept).copy_(local(values))
@@ -95,7 +105,8 @@ class StateOnDisk:
 
     def sync(self) -> None:
         """Call it after writing into tensors: raises StorageError if a write has failed."""
-        self._file.sync()
+        for file in self._files:
+            file.sync()
 
     @torch.no_grad()
     def step(
@@ -156,15 +167,17 @@ class StateOnDisk:
                 entries.append(entry)
                 start += entry.piece.size
         buffer = self._take_buffer(start)
-        return _Loaded(entries, buffer, self._file.read([entry.piece for entry in entries], buffer))
+        return _Loaded(entries, buffer, self._move(ScratchFile.read, entries, buffer))
 
     def _keep_new(self, optimizer: Optimizer, part: Sequence[Tensor]) -> None:
         """Moves state that this step has created to the disk."""
+        if self._state is None:
+            return
         entries, start = [], 0
         for tensor in _list_state(optimizer, part):
-            if tensor.nbytes < SMALL or self._file.find(tensor) is not None:
+            if tensor.nbytes < SMALL or self._state.find(tensor) is not None:
                 continue
-            entry = self._find(self._map(tensor, tensor.dtype), start)
+            entry = self._find(_map(self._state, tensor, tensor.dtype), start)
             assert entry is not None
             entries.append(entry._replace(tensor=tensor))
             start += entry.piece.size
@@ -176,20 +189,21 @@ class StateOnDisk:
             entry.tensor.data = entry.mapped
         self._write(entries, buffer)
 
-    def _map(self, like: Tensor, dtype: torch.dtype) -> Tensor:
-        """A new tensor on the disk with the shape of `like`."""
-        size = like.numel() * dtype.itemsize
-        return _view(self._file.map(self._file.allocate(size), size), like, dtype)
-
     def _find(self, tensor: Tensor, start: int) -> _Entry | None:
-        """The entry of a tensor on the disk, `start` bytes into a buffer; None if it is in memory."""
-        offset = self._file.find(tensor)
-        if offset is None:
-            return None
-        return _Entry(tensor, tensor.data, Piece(offset, start, round_up(tensor.nbytes)))
+        """The entry of a tensor on a disk, `start` bytes into a buffer; None if it is in memory."""
+        for file in self._files:
+            offset = file.find(tensor)
+            if offset is not None:
+                return _Entry(file, tensor, tensor.data, Piece(offset, start, round_up(tensor.nbytes)))
+        return None
 
     def _write(self, entries: Sequence[_Entry], buffer: Buffer) -> None:
-        self._writing.append((self._file.write([entry.piece for entry in entries], buffer), buffer))
+        self._writing.append((self._move(ScratchFile.write, entries, buffer), buffer))
+
+    def _move(self, move: _Move, entries: Sequence[_Entry], buffer: Buffer) -> Transfer:
+        """Begins to read or write entries, each in its file."""
+        by_file = [(file, [entry.piece for entry in entries if entry.file is file]) for file in self._files]
+        return Transfer.join(move(file, pieces, buffer) for file, pieces in by_file)
 
     def _find_free(self) -> bool:
         """Whether there is a buffer whose last write has ended."""
@@ -221,6 +235,12 @@ def _list_state(optimizer: Optimizer, part: Sequence[Tensor]) -> Iterator[Tensor
     """This rank's parts of the tensors in the state of `part`."""
     for parameter in part:
         yield from (find_part(v) for v in optimizer.state.get(parameter, {}).values() if isinstance(v, Tensor))
+
+
+def _map(file: ScratchFile, like: Tensor, dtype: torch.dtype) -> Tensor:
+    """A new tensor on the disk with the shape of `like`."""
+    size = like.numel() * dtype.itemsize
+    return _view(file.map(file.allocate(size), size), like, dtype)
 
 
 def _view(memory: Tensor, like: Tensor, dtype: torch.dtype) -> Tensor:

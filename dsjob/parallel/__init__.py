@@ -28,8 +28,8 @@ def build_strategy(
     Raises UsageError if the number of ranks does not divide into the groups of MiCS or hpZ,
     StorageError if the folder for state on a disk cannot be used.
     """
-    # A model without anything to train, such as one that is evaluated, must not need the disk of the training.
-    disk = open_disk(zero, aio) if any(parameter.requires_grad for parameter in model.parameters()) else None
+    # A model without anything to train, such as one that is evaluated, must not need the disk of the optimizer.
+    disk = open_disk(zero, aio, trains=any(parameter.requires_grad for parameter in model.parameters()))
     strategy: Strategy
     if zero.stage == 0 or (world.data_size == 1 and zero.offload != "param"):
         interleaved = pipeline is not None

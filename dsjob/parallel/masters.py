@@ -14,14 +14,13 @@ from __future__ import annotations
 
 import os
 from collections.abc import Container, Mapping
-from typing import cast
 
 import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 from torch.optim import Optimizer
 
-from dsjob.contract.sharding import choose_share
+from dsjob.contract.sharding import DISK_BUFFERS, choose_share
 from dsjob.contract.spec import Aio, Zero
 from dsjob.ops.disk import ScratchFile
 from dsjob.optim import on_disk
@@ -160,15 +159,24 @@ def _add(pair: Pair, gradient: Tensor) -> None:
         pair.sums = kept
 
 
-def open_disk(zero: Zero, aio: Aio) -> StateOnDisk | None:
-    """A file of this rank for masters and optimizer state, if they go to a disk. Raises StorageError."""
-    offload = zero.offload_optimizer
-    if offload is None or offload.device != "nvme":
+def open_disk(zero: Zero, aio: Aio, trains: bool) -> StateOnDisk | None:
+    """The files of this rank for what goes to disks: masters and optimizer state if it `trains`, and parameters.
+
+    Raises StorageError.
+    """
+    optimizer = zero.offload_optimizer if trains else None
+    weights = zero.offload_param.nvme_path if zero.offload_param and zero.parameters_on_disk else None
+    state = optimizer.nvme_path if optimizer and optimizer.device == "nvme" else None
+    if weights is None and state is None:
         return None
     return_freed_memory()
     requests = min(aio.queue_depth * aio.intra_op_parallelism, _MOST_REQUESTS)
-    file = ScratchFile(cast(str, offload.nvme_path), block_size=aio.block_size, requests=requests)
-    return StateOnDisk(file, offload.buffer_count)
+    folders = [folder for folder in dict.fromkeys((weights, state)) if folder is not None]
+    files = {folder: ScratchFile(folder, block_size=aio.block_size, requests=requests) for folder in folders}
+    state_file = files[state] if state is not None else None
+    # Masters that are not the parameters themselves are beside the optimizer's state.
+    masters_file = state_file if zero.offload != "param" else files[weights] if weights is not None else None
+    return StateOnDisk(masters_file, state_file, optimizer.buffer_count if optimizer else DISK_BUFFERS)
 
 
 def use_cores(device: torch.device) -> None:

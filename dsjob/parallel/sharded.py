@@ -44,6 +44,7 @@ from dsjob.parallel.presharded import (
     require_shards,
     write_back,
 )
+from dsjob.parallel.shards_on_disk import ShardsOnDisk
 from dsjob.parallel.statistics import keep_statistics_wide
 from dsjob.parallel.strategy import Disk, Strategy, align, widen
 from dsjob.parallel.units import shard
@@ -67,6 +68,8 @@ from dsjob.torch_private import (
 class Sharded(Strategy):
     """Shards each repeated block of a model as one unit, and the rest of the model as another."""
 
+    _on_disk: ShardsOnDisk | None = None
+
     def __init__(self, model: nn.Module, *, zero: Zero, world: World, precision: Precision, disk: Disk) -> None:
         refuse_sharded(model)
         _refuse_groups(zero, world)
@@ -74,10 +77,8 @@ class Sharded(Strategy):
             # Each group of `mics_shard_size` ranks holds one whole copy of the state.
             world = dataclasses.replace(world, copies=world.data_size // zero.mics_shard_size)
         super().__init__(model, world, precision, disk)
-        self._stage = zero.stage
+        self._stage, self._announced, self._keeps_gathered = zero.stage, zero.stage < 3, False
         self._flags: tuple[bool, bool] | None = None
-        self._announced = zero.stage < 3
-        self._keeps_gathered = False
         self._reduce_dtype = precision.reduce
         # [shard], or with MiCS [replicate, shard]: FSDP2 shards over the last axis.
         mesh = self._mesh = world.data_mesh
@@ -91,12 +92,12 @@ class Sharded(Strategy):
         widen(model)
         left = _move_unshardable(model, world.device)
         keep_off = zero.offload_param if zero.offload == "param" else None
-        pinned = keep_off is not None and keep_off.pin_memory and world.device.type == "cuda"
+        pin = keep_off is not None and keep_off.pin_memory and world.device.type == "cuda"
         group = zero.zero_hpz_partition_size
         options: dict[str, Any] = {
             "mesh": mesh,
             "ignored_params": set(left.values()),
-            "offload_policy": CPUOffloadPolicy(pin_memory=pinned) if keep_off else OffloadPolicy(),
+            "offload_policy": CPUOffloadPolicy(pin and not zero.parameters_on_disk) if keep_off else OffloadPolicy(),
             # False (stages 1 and 2): keep gathered parameters for the backward pass. True: free them after the forward
             # pass, and gather them again. A number: in between, keep them sharded over that many ranks.
             "reshard_after_forward": zero.stage == 3 and (group if group > 1 else True),
@@ -113,6 +114,8 @@ class Sharded(Strategy):
                 exchange_directly(unit)
         if zero.offload != "none":
             use_cores(world.device)
+        if zero.parameters_on_disk:
+            self._on_disk = ShardsOnDisk(self._units, disk, zero, world)
         self._set_masters(zero, precision, left)
         # Whether each parameter is trained, when its sharded and its gathered tensor last agreed on it.
         known = (parameter for unit in self._units for parameter in list_sharded(unit))
@@ -155,6 +158,8 @@ class Sharded(Strategy):
 
     def start_micro_step(self, boundary: bool, sync: bool = True) -> None:
         self._shared_buffers.share()
+        if self._on_disk is not None:
+            self._on_disk.ends = boundary
         # Setting the flags visits every unit, which costs more than the step of a small model. Most calls change
         # nothing.
         if (boundary, sync) == self._flags:
@@ -258,8 +263,7 @@ class Sharded(Strategy):
         super().drop_gradients()
 
     def move_weights(self, move: Callable[[Tensor], Tensor]) -> None:
-        stays = self._stays_on_host
-        super().move_weights(lambda tensor: tensor if stays and isinstance(tensor, DTensor) else move(tensor))
+        super().move_weights(lambda t: t if self._stays_on_host and isinstance(t, DTensor) else move(t))
         self._unsharded.move(move)
 
     def weights_changed(self) -> None:
@@ -279,6 +283,8 @@ class Sharded(Strategy):
         self._follow_freezing()
         for unit in self._units:
             unit.reshard()
+        if self._on_disk is not None:
+            self._on_disk.forget()
 
     def keep_gathered(self) -> None:
         if self._stage == 3:

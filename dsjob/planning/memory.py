@@ -13,7 +13,7 @@ from collections.abc import Iterable
 from dataclasses import dataclass, replace
 from typing import Literal
 
-from dsjob.contract.sharding import DISK_PART, choose_ahead, choose_share
+from dsjob.contract.sharding import DISK_BUFFERS, DISK_PART, choose_ahead, choose_kept, choose_share
 from dsjob.planning.model import MASTER_SIZE, Layout, Model, OptimizerState, Weight, count
 
 Moment = Literal["forward", "backward", "step"]
@@ -184,14 +184,14 @@ def _host_items(weights: list[Weight], elements: list[int], state: OptimizerStat
         _always("fp32 masters", fp32, place="disk" if layout.disk_buffers else "host"),
         _always("gradients", fp32, place="host", note="kept from step to step"),
         _always("optimizer state", kept, place="disk" if layout.disk_buffers else "host"),
-        _disk_item(elements, 1 + state.copies, layout),
+        _disk_item(elements, 1 + state.copies, layout.disk_buffers),
     ]
 
 
-def _disk_item(elements: list[int], copies: float, layout: Layout) -> Item:
+def _disk_item(elements: list[int], copies: float, buffers: int) -> Item:
     """The buffers in host memory of what is on a disk: `copies` of the masters. The first step allocates them."""
-    part = max(DISK_PART, MASTER_SIZE * max(elements, default=0)) if layout.disk_buffers else 0
-    held = min(layout.disk_buffers * part, MASTER_SIZE * sum(elements))
+    part = max(DISK_PART, MASTER_SIZE * max(elements, default=0)) if buffers else 0
+    held = min(buffers * part, MASTER_SIZE * sum(elements))
     return _always("disk buffers", round(copies * held), place="host", note="a part in each")
 
 
@@ -210,20 +210,47 @@ def _sharded(model: Model, layout: Layout, state: OptimizerState, rank: int) -> 
     if layout.offload == "optimizer":
         return _sharded_beside(model, layout, state, rank)
     size = layout.shards
-    place: Place = "host" if layout.offload == "param" else "device"
-    held = sum(w.padded(size) * w.itemsize for w in model.weights)
     reduced = sum(w.padded(size) * w.itemsize for w in model.trainable)
     waiting, note = (reduced, "") if layout.grad_accum > 1 and not layout.defers else (0, "")
     if layout.grad_accum > 1 and layout.defers:
         waiting, note = count(model.trainable) * layout.reduce, "whole while accumulating"
     shards = [w.shard(size, rank % size) for w in model.trainable]
     kept = _state_item(model.trainable, shards, state, False)
+    if layout.offload != "param":
+        held = sum(w.padded(size) * w.itemsize for w in model.weights)
+        return [
+            _always("parameters", held, note="shards, which are the masters"),
+            Item("gradients", waiting, reduced, reduced, note=note),
+            kept,
+            *_pass_items(model, layout),
+        ]
+    copies = state.copies * bool(layout.disk_buffers) + bool(layout.block_buffers)
     return [
-        _always("parameters", held, place=place, note="shards, which are the masters"),
-        Item("gradients", waiting, reduced, reduced, place=place, note=note),
-        replace(kept, place="disk" if layout.disk_buffers and layout.offload == "param" else place),
-        *([_disk_item(shards, state.copies, layout)] if layout.offload == "param" else []),
+        *_offloaded_items(model, layout),
+        Item("gradients", waiting, reduced, reduced, place="host", note=note),
+        replace(kept, place="disk" if layout.disk_buffers else "host"),
+        _disk_item(shards, copies, layout.disk_buffers or (DISK_BUFFERS if layout.block_buffers else 0)),
         *_pass_items(model, layout),
+    ]
+
+
+def _offloaded_items(model: Model, layout: Layout) -> list[Item]:
+    """The shards of offloaded parameters, in host memory and on a disk, and the buffers into which they are read."""
+    units = list(model.units(layout.stage).values())
+    weights = [(number, weight) for number, unit in enumerate(units) for weight in unit]
+    sizes = [weight.padded(layout.shards) for _, weight in weights]
+    kept = choose_kept(sizes, layout.max_in_cpu) if layout.block_buffers else set(range(len(sizes)))
+    on_host, on_disk, blocks = 0, 0, dict.fromkeys(range(len(units)), 0)
+    for place, ((number, weight), size) in enumerate(zip(weights, sizes, strict=True)):
+        if place in kept:
+            on_host += size * weight.itemsize
+        else:
+            on_disk += size * weight.itemsize
+            blocks[number] += size * weight.itemsize
+    return [
+        _always("parameters", on_host, place="host", note="shards, which are the masters"),
+        _always("parameters", on_disk, place="disk", note="shards, which are the masters"),
+        _always("block buffers", min(layout.block_buffers * max(blocks.values()), on_disk), place="host"),
     ]
 
 

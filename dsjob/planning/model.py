@@ -113,6 +113,7 @@ class Layout:
     parameters, which are the masters, there as well. `group`: ranks in a MiCS shard group; `second`: ranks in an hpZ
     group; 0: none. `ahead`: elements that stage 3 prefetches (0: one block); `live`: the most elements of blocks that
     it holds at a time. `disk_buffers`: with which masters and optimizer state are kept on a disk; 0: in memory.
+    `block_buffers`: with which offloaded parameters are kept on a disk, beyond `max_in_cpu` elements; 0: in memory.
     """
 
     stage: int
@@ -129,6 +130,8 @@ class Layout:
     ahead: int = 0
     live: int | None = None
     disk_buffers: int = 0
+    block_buffers: int = 0
+    max_in_cpu: int = 0
 
     @property
     def replicated(self) -> bool:

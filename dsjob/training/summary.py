@@ -17,6 +17,10 @@ _ON_HOST = {"none": "", "optimizer": ", optimizer on the host", "param": ", para
 
 def _describe_offload(zero: Zero) -> str:
     on_disk = zero.offload_optimizer is not None and zero.offload_optimizer.device == "nvme"
+    if zero.parameters_on_disk:
+        return (
+            ", parameters and optimizer state on a disk" if on_disk else ", parameters on a disk, optimizer on the host"
+        )
     return _ON_HOST[zero.offload] + (", its state on a disk" if on_disk else "")
 
 

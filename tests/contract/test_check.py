@@ -383,14 +383,6 @@ def test_unsupported_keys_are_found_at_any_depth() -> None:
     assert {found[f"zero_optimization.{key}"].rule for key in list(section)[1:]} == {"unsupported"}
 
 
-def test_a_value_that_is_not_supported_names_the_nearest_that_is() -> None:
-    section = {"stage": 3, "offload_param": {"device": "nvme", "nvme_path": "/n"}}
-    found = problems(zero_optimization=section)["zero_optimization.offload_param.device"]
-    assert (found.rule, found.message) == ("unsupported", '"nvme" is not supported by dsjob')
-    assert "cpu" in found.hint
-    assert problems(zero_optimization={"stage": 3, "offload_param": {"device": "cpu"}}) == {}
-
-
 def test_a_key_without_effect_is_a_warning_with_the_reason() -> None:
     found = problem("zero_optimization.overlap_comm", zero_optimization={"overlap_comm": True})
     assert (found.severity, found.rule) == ("warning", "no-effect")

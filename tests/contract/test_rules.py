@@ -178,6 +178,18 @@ JOBS: list[tuple[str, dict[str, Any], str, dict[str, Any]]] = [
         zero(1, offload_optimizer={"device": "cpu", "nvme_path": "s3://bucket/n"}),
     ),
     (
+        "nvme-path",
+        zero(3, offload_param={"device": "nvme"}, offload_optimizer={"device": "nvme", "nvme_path": "/n"}),
+        "zero_optimization.offload_param.device",
+        zero(3, offload_param={"device": "nvme", "nvme_path": "n"}),
+    ),
+    (
+        "nvme-optimizer",
+        {**zero(3, offload_param={"device": "nvme", "nvme_path": "/n"}), "optimizer": {"type": "Muon"}},
+        "zero_optimization.offload_param.device",
+        {**zero(3, offload_param={"device": "nvme", "nvme_path": "/n"}), "optimizer": {"type": "Lion"}},
+    ),
+    (
         "nvme-optimizer",
         {**zero(1, offload_optimizer={"device": "nvme", "nvme_path": "/n"}), "optimizer": {"type": "Lamb"}},
         "zero_optimization.offload_optimizer.device",
@@ -768,7 +780,7 @@ def test_rules_say_nothing_near_a_mistake_of_shape(sections: dict[str, Any]) -> 
 
 
 def test_a_key_that_is_not_supported_has_a_shape_for_rules_to_look_at() -> None:
-    found = check_job(make_job(**zero(2, offload_param={"device": "nvme"})))
+    found = check_job(make_job(**zero(2, zero_quantized_weights=True, offload_param={"device": "cpu"})))
     assert {problem.rule for problem in found} == {"unsupported", "offload-param-stage"}
 
 

@@ -33,7 +33,6 @@ OWN_KEYWORDS = {
     "x-status",
     "x-note",
     "x-unsuggested",
-    "x-unsupported",
     "x-form",
     "x-instead",
     "x-aliases",

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import tempfile
 from dataclasses import dataclass, field
 from functools import cache
 from typing import Any
@@ -13,6 +14,7 @@ from ranks import run_ranks
 from simulated_cuda import find_device
 from simulated_cuda.build import build, find_obstacle
 
+from dsjob.optim import on_disk
 from dsjob.ranks.mesh import World
 
 pytestmark = [pytest.mark.slow, pytest.mark.skipif(find_obstacle() is not None, reason=find_obstacle() or "")]
@@ -21,6 +23,7 @@ BF16: dict[str, Any] = {"bf16": {"enabled": True}}
 FP16: dict[str, Any] = {"fp16": {"enabled": True, "initial_scale_power": 8}}
 AUTOCAST: dict[str, Any] = {"torch_autocast": {"enabled": True, "dtype": "bfloat16"}}
 HOST = {"device": "cpu"}
+DISK = {"device": "nvme", "nvme_path": f"{tempfile.gettempdir()}/dsjob", "max_in_cpu": 0, "buffer_count": 2}
 
 Waits = dict[str, int]
 READ: Waits = {"read": 1}
@@ -92,6 +95,11 @@ OFFLOADED = {
         micro={"event": 19},
         boundary={"host to device": 1, "device to host": 20},
     ),
+    "parameters on a disk": Case(
+        at(3, BF16, offload_param=DISK),
+        micro={"device to host": 19},
+        boundary={"host to device": 1, "device to host": 20},
+    ),
 }
 
 GROUPS = {
@@ -153,6 +161,7 @@ def train(world: World, config: dict[str, Any]) -> dict[str, Any]:
     """Three steps of two micro steps: losses, norms, and on a simulated device what it has noticed."""
     device = find_device()
     torch.manual_seed(0)
+    on_disk.SMALL = 128
     engine = make_engine(0, accumulation=2, **config)
     losses, norms, waits = [], [], []
     for step in range(3):

@@ -34,20 +34,20 @@ def on(device: str, folder: str, **more: Any) -> dict[str, Any]:
     return {"offload_optimizer": {"device": device, "nvme_path": folder, **more}} if device != "none" else {}
 
 
-def make(stage: int, offload: dict[str, Any], precision: str = "fp32", **config: Any) -> Engine:
+def make(stage: int, offload: dict[str, Any], precision: str = "fp32", kind: str = "plain", **config: Any) -> Engine:
     # The network is small: everything but its biases goes to the disk, in parts of two or three parameters.
     on_disk.SMALL, on_disk.PART = 128, 1 << 11
     section = {"stage": stage, **offload}
-    return make_engine(stage, net=make_net("plain"), **PRECISIONS[precision], **config, zero_optimization=section)
+    return make_engine(stage, net=make_net(kind), **PRECISIONS[precision], **config, zero_optimization=section)
 
 
 def find_size(engine: Engine) -> int:
     """Bytes of optimizer state and masters that are mappings of the file."""
     assert engine.strategy.disk is not None
-    file: ScratchFile = engine.strategy.disk._file
+    files: list[ScratchFile] = engine.strategy.disk._files
     state = [value for entry in engine.state().optimizer_tensors().values() for value in [local(entry)]]
     tensors = [*state, *map(local, engine.strategy.masters.values())]
-    return sum(tensor.nbytes for tensor in tensors if file.find(tensor) is not None)
+    return sum(tensor.nbytes for tensor in tensors if any(file.find(tensor) is not None for file in files))
 
 
 def compare(world: World, folder: str, precision: str, accumulation: int) -> list[str]:
@@ -103,17 +103,17 @@ def test_state_on_a_disk_changes_no_bit(world_size: int, precision: str, accumul
         assert wrong == []
 
 
-def save_then_load(world: World, folder: str, save_on: str, stage: int, precision: str) -> list[float]:
-    first = make(stage, on(save_on, folder), precision)
+def save_then_load(world: World, folder: str, save_on: dict[str, Any], stage: int, precision: str) -> list[float]:
+    first = make(stage, save_on, precision)
     train_engine(first, 0, 2)
     first.save_checkpoint(f"{folder}/checkpoints")
     return train_engine(first, 2, 2)
 
 
-def load(world: World, folder: str, load_on: str, stage: int, precision: str) -> tuple[list[float], int]:
-    engine = make(stage, on(load_on, folder), precision)
+def load(world: World, folder: str, load_on: dict[str, Any], stage: int, precision: str) -> tuple[list[float], int]:
+    engine = make(stage, load_on, precision)
     engine.load_checkpoint(f"{folder}/checkpoints")
-    size = find_size(engine) if load_on == "nvme" else 0  # before a step: loaded straight to the disk
+    size = find_size(engine) if engine.strategy.disk is not None else 0  # before a step: loaded straight to the disk
     return train_engine(engine, 2, 2), size
 
 
@@ -135,8 +135,9 @@ def load(world: World, folder: str, load_on: str, stage: int, precision: str) ->
 def test_a_checkpoint_moves_between_disk_and_memory(
     save_on: str, load_on: str, stage: int, before: int, after: int, precision: str, tmp_path: Path
 ) -> None:
-    expected = run_ranks(save_then_load, before, str(tmp_path), save_on, stage, precision)
-    found = run_ranks(load, after, str(tmp_path), load_on, stage, precision)
+    folder = str(tmp_path)
+    expected = run_ranks(save_then_load, before, folder, on(save_on, folder), stage, precision)
+    found = run_ranks(load, after, folder, on(load_on, folder), stage, precision)
     if before == after:
         assert [losses for losses, _ in found] == expected
     else:

@@ -16,7 +16,7 @@ from test_stages import make_net
 from torch import nn
 
 from dsjob.engine.engine import Engine
-from dsjob.errors import ConfigError, ConfigWarning
+from dsjob.errors import ConfigWarning
 from dsjob.optim.shards import local
 from dsjob.parallel import masters
 from dsjob.parallel.masters import choose_host
@@ -214,14 +214,6 @@ def test_a_ratio_leaves_the_rest_on_the_device() -> None:
     held = {id(p): p.numel() for p in net.parameters()}
     own = sum(held.get(id(master), 0) for master in engine.strategy.masters.values())
     assert own == pytest.approx(sum(held.values()) / 2, rel=0.05)
-
-
-def test_nvme_is_refused_and_cpu_named() -> None:
-    with pytest.raises(ConfigError, match="nvme") as caught:
-        make(3, {"offload_param": {"device": "nvme", "nvme_path": "/n"}})
-    (problem,) = caught.value.problems
-    assert problem.rule == "unsupported"
-    assert "cpu" in problem.hint
 
 
 def train_with_ignored_key(world: World) -> list[list[float]]:

@@ -126,7 +126,7 @@ def test_state_on_a_disk_is_planned_there_and_not_on_the_host(stage: int, param:
         "zero_optimization": {**section, "offload_param": {"device": "cpu"} if param else {}},
     }
     config["optimizer"] = {"type": "AdamW", "params": {"lr": 0.1}}
-    file, buffers = run_ranks(measure_disk, 1, config, 24)[0]
+    file, buffers, _ = run_ranks(measure_disk, 1, config, 24)[0]
     assert memory.disk == pytest.approx(file, rel=0.01)
     planned = {item.name: item.bytes for item in memory.items if item.place == "host"}
     assert planned["disk buffers"] == pytest.approx(buffers, rel=0.01)
@@ -136,16 +136,46 @@ def test_state_on_a_disk_is_planned_there_and_not_on_the_host(stage: int, param:
     assert in_memory.host - memory.host == memory.disk - planned["disk buffers"]
 
 
-def measure_disk(world: World, config: dict[str, Any], layers: int) -> tuple[int, int]:
-    """Bytes of the file and of the buffers after a step."""
-    net = torch.nn.Sequential(*(torch.nn.Linear(1024, 1024, bias=False) for _ in range(layers)))
+@pytest.mark.parametrize("state", [False, True])
+def test_parameters_on_a_disk_are_planned_there_with_their_buffers(state: bool, tmp_path: Path) -> None:
+    model = Model(tuple(Weight((1024, 1024), unit=number) for number in range(1, 25)))
+    kept = 5 << 20  # elements: five blocks
+    layout = Layout(3, 1, offload="param", disk_buffers=2 * state, block_buffers=3, max_in_cpu=kept)
+    memory = predict_memory(model, layout, ADAM)
+    place = {"device": "nvme", "nvme_path": str(tmp_path)}
+    section = {"stage": 3, "offload_param": {**place, "buffer_count": 3, "max_in_cpu": kept}}
+    section |= {"offload_optimizer": {**place, "buffer_count": 2}} if state else {}
+    config = {"train_batch_size": 1, "zero_optimization": section}
+    config["optimizer"] = {"type": "AdamW", "params": {"lr": 0.1}}
+    file, buffers, blocks = run_ranks(measure_disk, 1, config, 24)[0]
+    assert memory.disk == pytest.approx(file, rel=0.01)
+    planned = {item.name: item.bytes for item in memory.items if item.place == "host"}
+    assert planned["block buffers"] == blocks
+    assert planned["disk buffers"] == pytest.approx(buffers, rel=0.01)
+    assert planned["parameters"] == 4 * kept
+
+
+class Block(torch.nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.layer = torch.nn.Linear(1024, 1024, bias=False)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return self.layer(x)
+
+
+def measure_disk(world: World, config: dict[str, Any], layers: int) -> tuple[int, int, int]:
+    """Bytes of the files, of the optimizer's buffers and of those for blocks, after two steps."""
+    net = torch.nn.Sequential(*(Block() for _ in range(layers)))
     engine = dsjob.initialize(model=net, config=config)[0]
     for _ in range(2):
         engine.backward(engine(torch.randn(1, 1024)).sum())
         engine.step()
     disk = engine.strategy.disk
     assert disk is not None
-    return disk._file.size, sum(buffer.bytes.numel() for buffer in disk._free)
+    shards = getattr(engine.strategy, "_on_disk", None)
+    blocks = sum(buffer.bytes.numel() for buffer in shards._free) if shards else 0
+    return sum(file.size for file in disk._files), sum(buffer.bytes.numel() for buffer in disk._free), blocks
 
 
 @pytest.mark.parametrize("rows", [1, 2, 5, 6, 7, 64])

@@ -181,33 +181,34 @@ def _nvme_stage(document: Document) -> Iterator[Finding]:
 
 @enter("nvme-path")
 def _nvme_path(document: Document) -> Iterator[Finding]:
-    """Optimizer state on a disk needs a folder there. There is no default, because only you know which disk is local,
+    """What is kept on a disk needs a folder there. There is no default, because only you know which disk is local,
     fast and has room."""
-    if read_offload(document, "optimizer") != "nvme":
-        return
-    path = read(document, "zero_optimization.offload_optimizer.nvme_path")
-    if path is None:
-        yield (
-            "zero_optimization.offload_optimizer.device",
-            "nvme needs nvme_path, which is not set",
-            "set nvme_path to a folder on a local disk, or use cpu",
-        )
-    elif isinstance(path, str) and "://" in path:
-        key, hint = "zero_optimization.offload_optimizer.nvme_path", "name a folder on a local disk"
-        yield key, f"{path} is a URL, but the file must be on this machine", hint
+    for kind in ("param", "optimizer"):
+        section = f"zero_optimization.offload_{kind}"
+        if read_offload(document, kind) != "nvme":
+            continue
+        path = read(document, f"{section}.nvme_path")
+        if path is None:
+            hint = "set nvme_path to a folder on a local disk, or use cpu"
+            yield f"{section}.device", "nvme needs nvme_path, which is not set", hint
+        elif isinstance(path, str) and "://" in path:
+            message = f"{path} is a URL, but the file must be on this machine"
+            yield f"{section}.nvme_path", message, "name a folder on a local disk"
 
 
 @enter("nvme-optimizer")
 def _nvme_optimizer(document: Document) -> Iterator[Finding]:
-    """Only a part of the state on a disk is in memory at a time, so the optimizer must update each parameter on its
-    own. Lamb, Muon and LBFGS need all of them at once."""
+    """Only a part of what is on a disk is in memory at a time, so the optimizer must update each parameter on its own.
+    Lamb, Muon and LBFGS need all of them at once."""
     kind = read(document, "optimizer.type")
-    if is_driven(document) or read_offload(document, "optimizer") != "nvme" or not isinstance(kind, str):
+    on_disk = [name for name in ("optimizer", "param") if read_offload(document, name) == "nvme"]
+    if is_driven(document) or not on_disk or not isinstance(kind, str):
         return
     if kind.lower() not in STEPPED_IN_PARTS:
+        what = "its state" if on_disk[0] == "optimizer" else "parameters"
         yield (
-            "zero_optimization.offload_optimizer.device",
-            f"{kind} cannot step its state from a disk, part by part",
+            f"zero_optimization.offload_{on_disk[0]}.device",
+            f"{kind} cannot step {what} from a disk, part by part",
             f"use cpu, or one of these optimizers: {', '.join(STEPPED_IN_PARTS)}",
         )
 
