@@ -1,4 +1,4 @@
-"""torch's private names: in one module alone, and each as dsjob expects it on the torch that is installed."""
+"""torch's private names: in two modules alone, and each as dsjob expects it on the torch that is installed."""
 
 from __future__ import annotations
 
@@ -17,15 +17,16 @@ import torch.distributed as dist
 from ranks import run_ranks
 from test_layers import MODULES
 from torch import Tensor, nn
-from torch.distributed.fsdp import FSDPModule, fully_shard
+from torch.distributed.fsdp import CPUOffloadPolicy, FSDPModule, fully_shard
 from torch.nn.parallel import DistributedDataParallel
 from torch.optim.optimizer import register_optimizer_step_pre_hook
 from torch.utils.data import DataLoader, IterableDataset, get_worker_info
 
 from dsjob import torch_private
 from dsjob.ranks.mesh import World
+from dsjob.torch_private import fsdp
 
-HERE = "torch_private"
+HERE = ("torch_private", "torch_private.fsdp")
 STANDALONE = "checkpoint.format.zero_to_fp32"
 # Private names of other libraries, by the module that uses them: not torch's, whatever they are called.
 OTHERS = {
@@ -114,7 +115,7 @@ def find_private_names(modules: dict[str, ast.Module]) -> list[str]:
     torchs = list_torch_names()
     found = []
     for names in all_names:
-        if names.module in (HERE, STANDALONE):
+        if names.module in (*HERE, STANDALONE):
             continue
         found += names.imported
         for line, name in names.used:
@@ -141,7 +142,7 @@ def use(module):
     getattr(module, "_anything", None)
     torch._dynamo.config, torch._foreach_add_, module.__dict__
 """
-    found = find_private_names({"a": ast.parse(source), HERE: ast.parse(source)})
+    found = find_private_names({"a": ast.parse(source), HERE[0]: ast.parse(source)})
     assert found == [
         "a:2 torch._dynamo",
         "a:3 torch.utils._pytree.tree_map",
@@ -371,36 +372,69 @@ def shard(world: World) -> dict[str, Any]:
     net = nn.Sequential(nn.Linear(2, 2), nn.Linear(2, 2))
     fully_shard(net[0], mesh=world.data_mesh)
     fully_shard(net, mesh=world.data_mesh)
-    before = [torch_private.find_gathered(p) for p in torch_private.list_sharded(net)]
-    assert torch_private.list_owners(net) == [net[1]]
-    assert not torch_private.is_gathered(net)
-    assert not any(torch_private.is_shown_whole(p) for p in torch_private.list_sharded(net))
-    torch_private.begin_calls(net)
+    before = [fsdp.find_gathered(p) for p in fsdp.list_sharded(net)]
+    assert fsdp.list_owners(net) == [net[1]]
+    assert not fsdp.is_gathered(net)
+    assert not any(fsdp.is_shown_whole(p) for p in fsdp.list_sharded(net))
+    fsdp.begin_calls(net)
     net[0](torch.ones(1, 2))  # else it would begin, and the model could not be called after it
     net.unshard()
     net.state_dict()
-    assert not torch_private.is_gathered(net)  # what FSDP2 does by itself
-    torch_private.keep_gathered_in_state_dict(net)
+    assert not fsdp.is_gathered(net)  # what FSDP2 does by itself
+    fsdp.keep_gathered_in_state_dict(net)
     net.unshard()
     net.state_dict()
-    assert torch_private.is_gathered(net)
-    assert all(torch_private.is_shown_whole(p) for p in torch_private.list_sharded(net))
+    assert fsdp.is_gathered(net)
+    assert all(fsdp.is_shown_whole(p) for p in fsdp.list_sharded(net))
     net.set_requires_gradient_sync(False)
     for _ in range(2):
         net(torch.ones(1, 2)).sum().backward()
     found: dict[str, Any] = {"before": before, "names": [], "whole": [], "own": []}
     for unit in (net, net[0]):
-        torch_private.look_again_at_dtypes(unit)
-        for parameter in torch_private.list_sharded(unit):
-            gathered = torch_private.find_gathered(parameter)
+        fsdp.look_again_at_dtypes(unit)
+        for parameter in fsdp.list_sharded(unit):
+            gathered = fsdp.find_gathered(parameter)
             assert gathered is not None
             own = parameter.unsharded_accumulated_grad
-            found["names"].append(torch_private.name_of(parameter))
+            found["names"].append(fsdp.name_of(parameter))
             found["whole"].append((tuple(gathered.shape), tuple(parameter.sharded_param.shape)))
             found["own"].append(float((own if own is not None else gathered.grad).sum()))
             assert parameter.offload_to_cpu is False
             assert callable(parameter.to_sharded_dtensor)
     return found
+
+
+def read_shards(world: World) -> list[Any]:
+    """Shards in other memory, which is filled when FSDP2 needs it."""
+    net = nn.Linear(2, 3, bias=False)
+    fully_shard(net, mesh=world.data_mesh, offload_policy=CPUOffloadPolicy(pin_memory=False))
+    (parameter,) = fsdp.list_sharded(net)
+    size = fsdp.shard_memory(parameter).numel()
+    kept, read = torch.full((size,), 7.0), torch.full((size,), 3.0)
+    master = parameter.sharded_param
+    fsdp.show_shard_in(parameter, kept, whole=True)
+    told: list[Any] = []
+
+    def need(in_backward: bool) -> None:
+        told.append(in_backward)
+        fsdp.show_shard_in(parameter, read)
+
+    def end(event: Any) -> None:
+        told.append("end")
+        fsdp.show_shard_in(parameter, kept)
+
+    fsdp.read_before_gathers(net, need, end, alone=world.data_size == 1)
+    total = float(net(torch.ones(1, 2)).detach().sum())
+    same = net.weight is master and bool((torch_private.find_part(master) == 7).all())
+    return [told, total, same]
+
+
+@pytest.mark.parametrize("world_size", [1, 2])
+def test_shards_can_be_read_before_fsdp2_gathers_them(world_size: int) -> None:
+    for told, total, same in run_ranks(read_shards, world_size):
+        assert told == [False, "end"]
+        assert total == 18
+        assert same
 
 
 def test_what_fsdp2_holds() -> None:

@@ -154,9 +154,7 @@ class Compile:
 
 @dataclass(frozen=True, slots=True)
 class Aio:
-    """Requests of device nvme. block_size: in bytes."""
-
-    block_size: int
+    block_size: int  # bytes
     queue_depth: int
     intra_op_parallelism: int
 

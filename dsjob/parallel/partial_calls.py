@@ -13,7 +13,7 @@ import torch
 from torch import nn
 from torch.distributed.fsdp import FSDPModule
 
-from dsjob.torch_private import begin_calls, is_gathered, list_owners
+from dsjob.torch_private.fsdp import begin_calls, is_gathered, list_owners
 
 
 def allow_partial_calls(model: nn.Module, blocks: Sequence[nn.Module]) -> None:

@@ -51,9 +51,9 @@ from dsjob.parallel.units import shard
 from dsjob.parallel.unsharded import Unsharded
 from dsjob.parallel.whole_state import show_whole_state
 from dsjob.ranks.mesh import World
-from dsjob.torch_private import (
+from dsjob.torch_private import change_tensors
+from dsjob.torch_private.fsdp import (
     begin_calls,
-    change_tensors,
     find_gathered,
     is_gathered,
     is_shown_whole,

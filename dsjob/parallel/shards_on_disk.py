@@ -26,7 +26,7 @@ from dsjob.errors import ConfigWarning, StorageError
 from dsjob.ops.disk import Buffer, Piece, Transfer, round_up
 from dsjob.optim.on_disk import StateOnDisk
 from dsjob.ranks.mesh import World
-from dsjob.torch_private import list_sharded, read_before_gathers, shard_memory, show_shard_in
+from dsjob.torch_private.fsdp import list_sharded, pin_gradients, read_before_gathers, shard_memory, show_shard_in
 
 
 class _Shard(NamedTuple):
@@ -76,9 +76,13 @@ class ShardsOnDisk:
         known = [parameter for unit in units for parameter in list_sharded(unit)]
         kept = choose_kept([shard_memory(parameter).numel() for parameter in known], offload.max_in_cpu)
         for number, parameter in enumerate(known):
+            memory = shard_memory(parameter)
             if number not in kept:
-                memory = shard_memory(parameter)
                 show_shard_in(parameter, disk.keep(memory, memory.dtype), whole=True)
+            elif self._pins:
+                show_shard_in(parameter, memory.pin_memory(), whole=True)
+            if self._pins:
+                pin_gradients(parameter)
         if len(kept) == len(known) and world.everyone.rank == 0:
             message = (
                 "offload_param.device is nvme, but all parameters stay in memory:"

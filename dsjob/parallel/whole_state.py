@@ -18,7 +18,7 @@ from torch.distributed.tensor import DTensor
 from dsjob.optim.shards import whole
 from dsjob.ranks.joint import Meetings
 from dsjob.ranks.mesh import World
-from dsjob.torch_private import find_gathered, list_sharded
+from dsjob.torch_private.fsdp import find_gathered, list_sharded
 
 _ON_ALL = (
     "call it on all ranks, and let one of them write the result; or engine.save_16bit_model(folder) on all ranks, or "

@@ -97,7 +97,7 @@ OFFLOADED = {
     ),
     "parameters on a disk": Case(
         at(3, BF16, offload_param=DISK),
-        micro={"device to host": 19},
+        micro={"event": 19},
         boundary={"host to device": 1, "device to host": 20},
     ),
 }
