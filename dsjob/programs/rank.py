@@ -23,7 +23,7 @@ from importlib.util import find_spec
 from types import CodeType, ModuleType
 from typing import Any
 
-from dsjob.errors import ConfigError, Interrupted, UsageError
+from dsjob.errors import ConfigError, DsjobError, Interrupted, UsageError
 from dsjob.launch.rank import DEBUG_VARIABLE, FOLDER_VARIABLE, LAUNCHER_VARIABLE, end_rank, end_with_parent
 from dsjob.programs import guard
 from dsjob.programs.alias import STAND_IN
@@ -140,11 +140,13 @@ def _report(error: BaseException, watch: guard.Guard, debug: bool) -> Failure:
     if failure.exit_code in SAVED_CODES:  # a signal, on all ranks: no error
         if not (watch.folder or number):
             print(f"dsjob: {failure.message}\n  {failure.hint}", file=sys.stderr)  # noqa: T201
-    elif isinstance(error, ConfigError) and not watch.folder:
-        from dsjob.ranks.meeting import is_told
+    elif isinstance(error, DsjobError) and not (watch.folder or failure.follows):
+        from dsjob.ranks.telling import is_told, tell_others
 
         if not is_told(failure.message):
-            print(f"{failure.message}\n  {failure.hint}", file=sys.stderr)  # noqa: T201
+            start = "" if isinstance(error, ConfigError) else f"dsjob: error: rank {number}: "
+            print(f"{start}{failure.message}\n  {failure.hint}", file=sys.stderr, flush=True)  # noqa: T201
+            tell_others(failure.message)
     elif not watch.folder or number:  # the output of rank 0 is the launcher's, which will print it
         named = failure.message if failure.follows else f"rank {number}: {failure.message}"
         print(f"dsjob: error: {named}\n  {failure.hint}", file=sys.stderr)  # noqa: T201

@@ -8,7 +8,6 @@ The run's folder is stored outside this prefix, so that a later start resumes in
 
 from __future__ import annotations
 
-import hashlib
 import os
 import time
 import uuid
@@ -21,7 +20,6 @@ from dsjob.errors import LaunchError
 
 STORE_VARIABLE = "DSJOB_STORE"
 LONGEST_WAY = 300.0  # seconds between the first and the last rank to arrive: interpreters start at different speeds
-_TO_CONNECT = 5  # seconds
 _KEYS, _QUESTIONS = "dsjob", "questions"
 _lasting: Store | None = None
 
@@ -58,23 +56,6 @@ def keep(key: str, value: str) -> None:
     """Stores a value for later starts of these ranks, if torchrun's store outlives them."""
     if _lasting is not None:
         _lasting.set(key, value)
-
-
-def is_told(message: str) -> bool:
-    """Whether another rank of torchrun has asked this with the same message, and so prints it. False elsewhere.
-
-    Asks the store of torchrun's agent, for ranks that have no process group yet.
-    """
-    if os.environ.get("TORCHELASTIC_USE_AGENT_STORE") != "True":
-        return False
-    start = os.environ.get("TORCHELASTIC_RESTART_COUNT", "0")
-    key = f"{_KEYS}/told/{start}/{hashlib.sha256(message.encode()).hexdigest()}"
-    place = os.environ["MASTER_ADDR"], int(os.environ["MASTER_PORT"])
-    try:
-        store = dist.TCPStore(*place, is_master=False, timeout=timedelta(seconds=_TO_CONNECT), wait_for_workers=False)
-        return store.add(key, 1) > 1
-    except dist.DistError:
-        return False
 
 
 def _name_start(store: Store, world_size: int, timeout: float) -> str:

@@ -11,6 +11,7 @@ TO_SETTLE = 60.0  # for a background save to finish
 TO_ANSWER = 5.0  # without a sign of life; then the rank is killed
 TO_END = TO_NOTICE + TO_SAVE + TO_TELL + TO_SETTLE + 2.0  # in total; then a rank is killed even if it still responds
 
+TO_SHARE = 10.0  # for another rank to come to the same error; interpreters start at different speeds
 TO_BE_SEEN = 10.0  # for a network file system to show a file on another node
 TO_LEAVE = 10.0  # for one side of a comparison to end when told to
 TO_CATCH_UP = 2.0  # between the ends of the background saves of different ranks

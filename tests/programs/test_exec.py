@@ -6,9 +6,11 @@ import json
 import os
 import re
 import signal
+import socket
 import subprocess
 import sys
 import time
+from concurrent.futures import ThreadPoolExecutor
 from importlib.machinery import ModuleSpec
 from pathlib import Path
 from typing import Any
@@ -295,15 +297,44 @@ def test_under_torchrun_no_ranks_are_started(folder: Path) -> None:
     assert "rank 0: ValueError" not in done.stderr
 
 
+TYPO = """\
+import deepspeed, torch
+config = {"train_batch_size": 2, "zero_optimisation": {}}
+deepspeed.initialize(model=torch.nn.Linear(4, 1), config=config)
+"""
+FOUND = "typo.py:3: error[unknown-key]: zero_optimisation: unknown key"
+TYPO_IN_A_FILE = """\
+from accelerate.utils.deepspeed import HfDeepSpeedConfig
+HfDeepSpeedConfig("ds.json")  # before there is a process group
+"""
+
+
 def test_under_torchrun_an_error_of_all_ranks_is_told_once(tmp_path: Path) -> None:
-    (tmp_path / "typo.py").write_text(
-        "import deepspeed, torch\n"
-        "config = {'train_batch_size': 2, 'zero_optimisation': {}}\n"
-        "deepspeed.initialize(model=torch.nn.Linear(4, 1), config=config)"
-    )
+    (tmp_path / "typo.py").write_text(TYPO)
     launch = [sys.executable, "-m", "torch.distributed.run", "--nproc-per-node", "2", "-m", "dsjob", "exec"]
     done = run_program([*launch, "typo.py"], cwd=tmp_path)
-    assert done.stderr.count("typo.py:3: error[unknown-key]: zero_optimisation: unknown key") == 1, done.stderr
+    assert done.stderr.count(FOUND) == 1, done.stderr
+
+
+@pytest.mark.parametrize("text", [TYPO, TYPO_IN_A_FILE], ids=["group", "file"])
+def test_under_srun_an_error_of_all_ranks_is_told_by_rank_0(tmp_path: Path, text: str) -> None:
+    pytest.importorskip("accelerate")
+    (tmp_path / "typo.py").write_text(text)
+    (tmp_path / "ds.json").write_text('{"zero_optimisation": {}}')
+    with socket.socket() as found:
+        found.bind(("", 0))
+        port = str(found.getsockname()[1])
+
+    def run(rank: int) -> Any:
+        slurm = {"SLURM_NTASKS": "3", "SLURM_STEP_ID": "0", "SLURM_PROCID": str(rank), "MASTER_PORT": port}
+        return dsjob("exec", "typo.py", cwd=tmp_path, **slurm)
+
+    with ThreadPoolExecutor(3) as pool:
+        ranks = list(pool.map(run, range(3)))
+    assert ["error[unknown-key]: zero_optimisation" in done.stderr for done in ranks] == [True, False, False], [
+        done.stderr for done in ranks
+    ]
+    assert all(done.returncode == 2 for done in ranks)
 
 
 def test_under_torch_distributed_launch_the_program_gets_its_local_rank(tmp_path: Path) -> None:
