@@ -13,7 +13,7 @@ from collections.abc import Iterator, Sequence
 
 from torch import Tensor, nn
 
-from dsjob.contract.spec import LeafModule
+from dsjob.contract.zero import LeafModule
 
 _CONTAINERS = (nn.ModuleList, nn.ModuleDict, nn.Sequential)
 _LEAF = "_z3_leaf"  # the name that DeepSpeed gives it, which programs read
