@@ -16,7 +16,7 @@ _WORD = re.compile(r"([A-Za-z]\w*(?:\.\w+)+)[:=]?")
 
 _FILES = (".json", ".jsonc", ".hjson", ".yaml", ".yml")
 # Flags of commands that have the same name as a key of the document.
-_FLAGS = {"best", "ema", "format", "offload", "strict"}
+_FLAGS = {"best", "ema", "format", "offload", "schedule", "strict"}
 
 
 def is_override(word: str) -> bool:

@@ -11,6 +11,9 @@ from dsjob.cli.run import split_source
 from dsjob.document import compose as composition
 from dsjob.errors import FitError, UsageError
 from dsjob.front.plan import Asked, parse_parameters, plan_composed
+from dsjob.front.schedule import plan_schedule
+from dsjob.pipelines.drawing import draw_text
+from dsjob.pipelines.timeline import to_record
 from dsjob.planning.fit import find_remedies, sweep
 from dsjob.planning.model import Offload
 from dsjob.planning.report import Plan, show_bytes, to_json
@@ -32,6 +35,11 @@ def main(arguments: list[str], debug: bool) -> int:
     allow_protocols(args.trust)
     file, overrides = split_source(args.source, bare=args.params is not None)
     composed = composition.compose(overrides, file=file, config_dir=args.config_dir, environment=read_environment())
+    if args.schedule:
+        timeline = plan_schedule(composed, grant(file, read_flags(args)), args.world_size)
+        lines = [json.dumps(to_record(timeline), indent=2)] if args.format == "json" else draw_text(timeline)
+        print("\n".join(lines))  # noqa: T201
+        return 0
     asked = Asked(args.params, args.world_size, args.device_memory, args.host_memory, args.offload)
     plan = plan_composed(composed, asked, grant(file, read_flags(args)))
     rows = sweep(plan.job) if args.sweep_stages else []
@@ -53,6 +61,7 @@ def _parse(arguments: list[str]) -> argparse.Namespace:
         (
             "dsjob plan cfg.yaml",
             "dsjob plan cfg.yaml --world-size 8 --device-memory 80GiB --require-fit",
+            "dsjob plan cfg.yaml pipeline.stages=4 trainer.grad_accum=8 --schedule",
             "dsjob plan --params 7B zero_optimization.stage=3 --world-size 64 --sweep-stages",
         ),
     )
@@ -76,6 +85,9 @@ def _parse(arguments: list[str]) -> argparse.Namespace:
     parser.add_argument("--offload", choices=_OFFLOADS, help="what to offload, instead of the document's setting")
     parser.add_argument(
         "--sweep-stages", action="store_true", help="also print a table of ZeRO stage x offload x micro batch"
+    )
+    parser.add_argument(
+        "--schedule", action="store_true", help="print the timeline of the pipeline's stages instead, with its bubbles"
     )
     parser.add_argument("--require-fit", action="store_true", help="exit with code 3 if the job does not fit")
     parser.add_argument("--format", choices=("text", "json"), default="text", help="output format (default: text)")

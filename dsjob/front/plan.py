@@ -91,6 +91,11 @@ def _make_plan(document: dict[str, Any], world_size: int, asked: Asked, trust: T
         notes.append("optimizer state is as after the freeze step; from then on, 1/32 of the all-reduce bytes are sent")
     if spec.trainer.model_parallel_size > 1:
         notes.append("the model is assumed to be the part of one model-parallel rank; ranks are data-parallel ranks")
+    if spec.pipeline.size > 1:
+        notes.append(
+            f"all figures are of the whole model: each of the {spec.pipeline.size} stages has about a"
+            f" {spec.pipeline.size}th of its states; --schedule shows the timeline"
+        )
     if spec.driven:
         notes.append("engine: deepspeed: all figures are of dsjob's own engine; DeepSpeed's buckets and copies differ")
     if spec.torch_autocast.enabled:

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections import Counter
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 from dsjob.errors import UsageError
 from dsjob.pipelines.instructions import (
@@ -55,6 +55,12 @@ class Timeline:
         """The share of the ranks' time in which they wait, from 0 to 1."""
         busy = sum(span.end - span.start for spans in self.ranks for span in spans)
         return 1 - busy / (self.length * len(self.ranks)) if self.length else 0.0
+
+
+def to_record(timeline: Timeline) -> dict[str, Any]:
+    """A timeline as JSON: the passes of each rank, and the share of time in which ranks wait."""
+    ranks = [[span._asdict() for span in spans] for spans in timeline.ranks]
+    return {"length": timeline.length, "bubble": timeline.bubble, "ranks": ranks}
 
 
 def find_peer(instruction: PipeInstruction, rank: int, ranks: int, chunks: int) -> tuple[int, int] | None:

@@ -7,8 +7,13 @@ from collections.abc import Iterable, Mapping, Sequence
 from html import escape
 from typing import Any
 
+from dsjob.errors import UsageError
+from dsjob.pipelines.drawing import draw_svg
+from dsjob.pipelines.orders import SCHEDULES
+from dsjob.pipelines.timeline import simulate
 from dsjob.report.gather import Reported, list_differing
 
+_MOST_DRAWN = 64  # stages, micro batches or chunks
 _SETTINGS = 12  # differing settings in the table of runs
 _FOLDED = ("packages", "variables")  # parts of an environment that are long
 
@@ -68,12 +73,28 @@ def show_details(run: Reported, name: str, *, alone: bool) -> str:
     error = run.result.get("error")
     inner = f'<p class="error">{escape(show(error))}</p>' if error else ""
     inner += f"<h3>Settings that differ from the defaults</h3>{_or_none(('setting', 'value', 'default'), changed)}"
+    inner += _draw_pipeline(run.values)
     inner += f"<h3>Checkpoints</h3>{_or_none(('tag', 'step', 'metrics'), checkpoints)}"
     inner += f"<h3>Environment</h3>{_show_environment(run.environment)}"
     return (
         f'<details class="fold"{" open" if alone else ""}><summary>{escape("Details" if alone else name)}</summary>'
         f'<p class="folder">{escape(run.info.folder)}</p>{inner}</details>'
     )
+
+
+def _draw_pipeline(values: Mapping[str, Any]) -> str:
+    """The timeline of a run's pipeline stages, as planned; "" without a pipeline, and for a schedule of the user's."""
+    stages, micro, chunks = (values.get(key) for key in ("pipeline.stages", "trainer.grad_accum", "pipeline.chunks"))
+    chunks, kind = chunks or 1, SCHEDULES.get(str(values.get("pipeline.schedule", "1f1b")))
+    sizes = (stages, micro, chunks)
+    if kind is None or not all(isinstance(size, int) and 0 < size <= _MOST_DRAWN for size in sizes) or stages == 1:
+        return ""
+    try:
+        made = [kind(int(micro or 1), int(stages or 1), stage, int(chunks)) for stage in range(int(stages or 1))]
+    except UsageError:  # sizes that do not fit together
+        return ""
+    timeline = simulate([[each for step in one for each in step] for one in made], chunks)
+    return f"<h3>Pipeline</h3>{draw_svg(timeline)}"
 
 
 def _show_environment(environment: Mapping[str, Any]) -> str:

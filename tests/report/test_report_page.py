@@ -37,7 +37,8 @@ def write_run(folder: Path, name: str, lr: float, **document: object) -> None:
 def page(tmp_path: Path) -> Path:
     pytest.importorskip("plotly")
     write_run(tmp_path / "runs/a", HOSTILE, 0.1, model={"_target_": HOSTILE, "size": 2})
-    write_run(tmp_path / "runs/b", "b", 0.02, model={"_target_": "my.Net", "size": 10})
+    pipe = {"pipeline": {"stages": 2}, "trainer": {"grad_accum": 4}}
+    write_run(tmp_path / "runs/b", "b", 0.02, model={"_target_": "my.Net", "size": 10}, **pipe)
     assert main(["report", str(tmp_path / "runs"), "-o", str(tmp_path / "page.html")]) == 0
     return tmp_path / "page.html"
 
@@ -53,6 +54,7 @@ def test_the_page_holds_the_curves_and_settings_and_escapes_names(page: Path) ->
     assert {"optimizer.params.lr", "model.size", "loss"} <= {axis["label"] for axis in data["axes"]}
     assert "<td>checkpoint.keep</td>" in text
     assert "<td>c0ffee</td>" in text
+    assert text.count("Timeline of 2 pipeline stages") == 1
     assert HOSTILE not in text
     assert not re.search(r"<(?:script|link|img)[^>]*(?:src|href)=", text.split('<script type="application/json"')[0])
 

@@ -72,6 +72,8 @@ def _with(document: Document) -> Iterator[Finding]:
         return
     if is_driven(document):
         yield "engine", "deepspeed cannot be combined with a pipeline", "use engine: dsjob"
+    if document.get("generation"):
+        yield "generation", "cannot be combined with a pipeline", "run `dsjob generate` on the checkpoint"
     if document.get("models"):
         yield "models", "cannot be combined with a pipeline", "train one model, or leave pipeline.stages out"
     for key in ("step", "eval_step", "mpu", "disable_auto_grad_accumulation"):
