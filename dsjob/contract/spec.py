@@ -15,9 +15,7 @@ from typing import Any, Literal, NewType, TypeVar, cast
 from dsjob.contract.lengths import Length, read_length
 from dsjob.contract.monitors import Comet, Mlflow, MonitorFiles, Wandb
 from dsjob.contract.precisions import Bf16, DataTypes, Dtype, Fp16, TorchAutocast
-from dsjob.contract.stages import Order as Order
-from dsjob.contract.stages import Pipeline as Pipeline
-from dsjob.contract.stages import Stages as Stages
+from dsjob.contract.stages import Pipeline
 from dsjob.contract.zero import Aio as Aio
 from dsjob.contract.zero import Zero as Zero
 

@@ -23,13 +23,12 @@ from dsjob.contract.spec import (
     Method,
     Metric,
     NamedLoss,
-    Order,
     Sets,
-    Stages,
     Target,
     make_target,
     view,
 )
+from dsjob.contract.stages import Order, Stages
 
 NOT_IN_THE_SPEC = {"$schema", "deepspeed", "resolved"}
 JSON_TYPES = {int: "integer", float: "number", str: "string", bool: "boolean"}

@@ -22,7 +22,7 @@ def follow(name: str, micro: int, stages: int, chunks: int = 1) -> Timeline:
 def test_1f1b_as_text() -> None:
     assert draw_text(follow("1f1b", 2, 2)) == [
         "stage 0  F0 F1 ......B0    ...B1    ",
-        "stage 1  ...F0 B0    F1 B1    ...",
+        "stage 1  ...F0 B0    F1 B1    ......",
         "F forward, B backward; . waiting: 33.3% of the time",
     ]
 
