@@ -18,7 +18,7 @@ from dsjob.checkpoint.live.rng import keep_rng
 from dsjob.compute.find_blocks import find_blocks, mark_block
 from dsjob.compute.precision import Precision
 from dsjob.contract.spec import JobSpec, make_target
-from dsjob.contract.spec import Pipeline as Section
+from dsjob.contract.stages import Pipeline as Section
 from dsjob.data import Loader, TrainingLoader
 from dsjob.data.batches import count_samples
 from dsjob.engine.blocks import prepare_blocks
