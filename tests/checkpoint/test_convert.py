@@ -14,7 +14,7 @@ import fsspec
 import numpy as np
 import pytest
 import torch
-from plain_checkpoint import STORED, Raw, floats, random_raw, read_safetensors, rows, save, save_sparse
+from plain_checkpoint import STORED, Raw, floats, random_raw, read_safetensors, rows, run_script, save, save_sparse
 from safetensors.torch import load_file
 
 from dsjob import storage
@@ -74,8 +74,7 @@ def by_torch(raw: Raw, to: torch.dtype) -> bytes:
 @pytest.mark.parametrize("below", ["", "/checkpoints", "/checkpoints/step-00000120-a0001", "/checkpoints/"])
 def test_every_place_gives_what_the_script_gives(place: str, below: str, run: Path, tmp_path: Path) -> None:
     written = convert(place + below, str(tmp_path / "out"), to="fp32")
-    script = [sys.executable, plain.__file__, str(run / "checkpoints"), str(tmp_path / "script")]
-    subprocess.run(script, check=True, capture_output=True)
+    assert run_script(run / "checkpoints", tmp_path / "script").returncode == 0
     ours, theirs = (tmp_path / name / "model.safetensors" for name in ("out", "script"))
     assert ours.read_bytes() == theirs.read_bytes()
     digest = hashlib.sha256(ours.read_bytes()).hexdigest()
@@ -94,7 +93,7 @@ def test_by_default_beside_a_local_checkpoint(run: Path) -> None:
     for to in ("fp32", "bf16"):  # one stands in the way of no other, nor of the script, which writes to the root itself
         path = convert(str(run), None, to=to)[0].path
         assert path == str(root / f"weights-step-00000120-{to}" / "model.safetensors")
-    subprocess.run([sys.executable, plain.__file__, str(root)], check=True, capture_output=True)
+    assert run_script(root).returncode == 0
     assert convert(str(run), None, to="fp32", tag="step-00000100")[0].tensors == 1
     with pytest.raises(UsageError, match="already contains converted weights"):
         convert(str(run), None, to="fp32")
@@ -332,7 +331,7 @@ def test_torch_is_not_imported() -> None:
 @pytest.mark.slow
 @pytest.mark.parametrize("given", [["--to", "fp32"], ["--to", "bf16"], ["--to", "fp32", "--format", "torch"]], ids=str)
 def test_memory_does_not_grow_with_the_model(tmp_path: Path, given: list[str]) -> None:
-    save_sparse(tmp_path / "c", "F32", (150_000, 1000), rows((150_000, 1000), 2))
+    save_sparse(tmp_path / "c", "F32", (60_000, 1000), rows((60_000, 1000), 2))
     code = (
         "import sys, numpy, dsjob.cli.convert\nfrom dsjob.cli import main\n"
         "peak = lambda: int(next(x.split()[1] for x in open('/proc/self/status') if x.startswith('VmHWM')))\n"
@@ -340,5 +339,5 @@ def test_memory_does_not_grow_with_the_model(tmp_path: Path, given: list[str]) -
     )
     command = [sys.executable, "-c", code, "convert", str(tmp_path / "c"), str(tmp_path / "out"), *given]
     done = subprocess.run(command, capture_output=True, text=True, check=True)
-    assert sum(path.stat().st_size for path in (tmp_path / "out").iterdir()) >= 300_000_000
+    assert sum(path.stat().st_size for path in (tmp_path / "out").iterdir()) >= 120_000_000
     assert int(done.stdout.rsplit("grown ", 1)[1]) < 64 << 10  # KiB

@@ -10,6 +10,7 @@ from pathlib import Path
 import pytest
 import torch
 from deepspeed_data import FOLDERS, RUNS, about, digest, split
+from programs import run_program
 from safetensors.torch import load_file, save_file
 from test_convert import upload
 from torch import Tensor
@@ -230,8 +231,8 @@ def test_converting_takes_64_mib_above_the_imports(tmp_path: Path) -> None:
         "convert(sys.argv[1], sys.argv[2], to='fp32')\n"
         "print(before, memory('VmHWM'))"
     )
-    arguments = [sys.executable, "-c", code, str(tmp_path / "run"), str(tmp_path / "out")]
-    before, peak = map(int, subprocess.run(arguments, check=True, capture_output=True, text=True).stdout.split())
+    done = run_program([sys.executable, "-c", code, tmp_path / "run", tmp_path / "out"], cwd=tmp_path)
+    before, peak = map(int, done.stdout.split())
     assert peak - before < 64 << 10, f"{(peak - before) >> 10} MiB"
     weights = load_file(tmp_path / "out" / "model.safetensors")
     assert weights["layers.1.weight"][-1, -1] == 49_999_999

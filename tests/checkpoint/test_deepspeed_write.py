@@ -1,6 +1,7 @@
 """`dsjob convert --to deepspeed`: the state comes back equal to the bit, and the real DeepSpeed goes on from it."""
 
 import os
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
@@ -26,6 +27,7 @@ from dsjob.ranks.mesh import World
 CONFIG = about("z2_fp32_ws4_plain")["config"]
 CASES = {"plain": False, "frozen": False, "tied": True, "groups": False, "bf16": True}
 VARIANTS = {"bf16": "plain"}
+ONE_EACH = {case: (1 + number % 3,) for number, case in enumerate(CASES)}
 
 
 def make_groups(net: SmallNet) -> list[dict[str, Any]]:
@@ -97,13 +99,13 @@ def test_what_is_written_reads_back_equal_to_the_bit(case: str, tmp_path: Path) 
             assert found.notes == ()
 
 
-def follow(world: World, folder: str) -> dict[str, list[float]]:
-    """In DeepSpeed itself: the losses of the four steps after each checkpoint."""
+def follow(world: World, folder: str, stages: dict[str, Sequence[int]]) -> dict[str, list[float]]:
+    """In DeepSpeed itself: the losses of the four steps after each checkpoint, at these stages."""
     deepspeed = _import_deepspeed(world)
     deepspeed.init_distributed("gloo", verbose=False)
     found = {}
     for case in CASES:
-        for stage in (1, 2, 3):
+        for stage in stages[case]:
             net, config, groups = make(case, world.data_size, stage)
             engine = deepspeed.initialize(model=net, model_parameters=groups, config=config)[0]
             path, client_state = engine.load_checkpoint(f"{folder}/{case}-{stage}")
@@ -116,14 +118,18 @@ def follow(world: World, folder: str) -> dict[str, list[float]]:
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("world_size", [2, pytest.param(3, marks=pytest.mark.full)])
-def test_deepspeed_goes_on_from_it(world_size: int, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+@pytest.mark.full("one each-3", "all-2", "all-3")
+@pytest.mark.parametrize("world_size", [2, 3])
+@pytest.mark.parametrize("stages", [ONE_EACH, dict.fromkeys(CASES, (1, 2, 3))], ids=["one each", "all"])
+def test_deepspeed_goes_on_from_it(
+    stages: dict[str, Sequence[int]], world_size: int, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     pytest.importorskip("deepspeed", reason="needs the real library: pip install deepspeed==0.19.6")
     monkeypatch.setenv("DS_ACCELERATOR", "cpu")
     wanted = {}
     for case, half in CASES.items():
         wanted[case] = save(tmp_path / "own" / case, case)
-        for stage in (1, 2, 3):
+        for stage in stages[case]:
             convert_to_deepspeed(
                 str(tmp_path / "own" / case),
                 str(tmp_path / f"{case}-{stage}"),
@@ -131,7 +137,7 @@ def test_deepspeed_goes_on_from_it(world_size: int, tmp_path: Path, monkeypatch:
                 world_size=world_size,
                 to="bf16" if half else "fp32",
             )
-    ranks: list[dict[str, list[float]]] = run_ranks(follow, world_size, str(tmp_path))
+    ranks: list[dict[str, list[float]]] = run_ranks(follow, world_size, str(tmp_path), stages)
     for title in ranks[0]:
         case = title.split()[0]
         means = [sum(rank[title][step] for rank in ranks) / world_size for step in range(4)]

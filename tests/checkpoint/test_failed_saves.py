@@ -78,8 +78,10 @@ def test_a_limit_on_files_leaves_the_checkpoint_before_whole(tmp_path: Path, hoo
 
 
 CALLS = ["open", "write", "fsync", "link", "replace", "makedirs"]
+NAMES = ["EIO", "EROFS", "EDQUOT", "ENOSPC"]
 
 
+@pytest.mark.full(*(f"{call}-{name}" for n, call in enumerate(CALLS) for name in (NAMES[n % 2 :: 2])))
 @pytest.mark.parametrize("number", [errno.EIO, errno.EROFS, errno.EDQUOT, errno.ENOSPC], ids=errno.errorcode.get)
 @pytest.mark.parametrize("call", CALLS)
 def test_whatever_call_fails_the_error_is_typed_and_what_was_saved_stays(

@@ -62,7 +62,7 @@ def list_files(root: Path) -> list[Path]:
 
 
 @pytest.mark.timeout(3600)
-@pytest.mark.parametrize("flips", [300, pytest.param(10_000, marks=pytest.mark.full)])
+@pytest.mark.parametrize("flips", [100, pytest.param(10_000, marks=pytest.mark.full)])
 def test_bits_that_flip(saved: tuple[Path, Engine, dict[str, torch.Tensor]], flips: int) -> None:
     root, engine, expected = saved
     choose, outcomes = random.Random(0), Counter[str]()

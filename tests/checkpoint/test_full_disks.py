@@ -92,6 +92,7 @@ def call_on_a_disk(
 
 
 @pytest.mark.slow
+@pytest.mark.full("in the background-1", "waited for-1")
 @pytest.mark.parametrize("world_size", [1, 2])
 @pytest.mark.parametrize("behind", [False, True], ids=["waited for", "in the background"])
 def test_a_full_disk_ends_the_job_on_all_ranks_and_leaves_what_was_saved(
@@ -111,6 +112,7 @@ def test_a_full_disk_ends_the_job_on_all_ranks_and_leaves_what_was_saved(
 
 
 @pytest.mark.slow
+@pytest.mark.full("1")
 @pytest.mark.parametrize("world_size", [1, 2])
 def test_a_job_that_is_to_train_on_does_and_saves_again_when_there_is_room(tmp_path: Path, world_size: int) -> None:
     found = call_on_a_disk(tmp_path, world_size, fill_up, "warn", False, then=False)

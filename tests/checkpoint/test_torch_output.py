@@ -12,7 +12,7 @@ from pathlib import Path
 
 import pytest
 import torch
-from plain_checkpoint import STORED, floats, random_raw, save
+from plain_checkpoint import STORED, floats, random_raw, run_script, save
 from torch import Tensor
 
 from dsjob.checkpoint.format import zero_to_fp32 as plain
@@ -24,9 +24,8 @@ SCRIPT = Path(plain.__file__)
 
 
 def run(*arguments: object, code: int = 0) -> str:
-    """The script without any package; what it printed."""
-    command = [sys.executable, "-I", "-S", str(SCRIPT), *map(str, arguments)]
-    done = subprocess.run(command, capture_output=True, text=True, timeout=120)
+    """What the script printed."""
+    done = run_script(*arguments)
     assert done.returncode == code, done.stderr
     return done.stdout if not code else done.stderr
 

@@ -1,4 +1,4 @@
-"""The standalone converter: run as a user does, by an interpreter without any package."""
+"""The standalone converter, which needs no package: in some of the tests, the interpreter has none (`run_isolated`)."""
 
 from __future__ import annotations
 
@@ -32,6 +32,7 @@ from plain_checkpoint import (
     random_raw,
     read_safetensors,
     rows,
+    run_script,
     save,
     save_sparse,
 )
@@ -44,21 +45,23 @@ SCRIPT = Path(plain.__file__)
 TAG = "step-00000120"
 
 
-def run(*arguments: object, cwd: Path | None = None, script: Path = SCRIPT) -> subprocess.CompletedProcess[str]:
+def run_isolated(
+    *arguments: object, cwd: Path | None = None, script: Path = SCRIPT
+) -> subprocess.CompletedProcess[str]:
     """Runs the script isolated and without site-packages: the standard library is all that it can import."""
     command = [sys.executable, "-I", "-S", str(script), *map(str, arguments)]
     return subprocess.run(command, cwd=cwd, capture_output=True, text=True, timeout=120)
 
 
 def convert(*arguments: object) -> str:
-    done = run(*arguments)
+    done = run_script(*arguments)
     assert done.returncode == 0, done.stderr
     return done.stdout
 
 
 def refuse(code: int, *arguments: object) -> str:
     """Runs the script, which has to fail with one line; that line."""
-    done = run(*arguments)
+    done = run_script(*arguments)
     assert done.returncode == code, done.stdout + done.stderr
     assert done.stderr.startswith("zero_to_fp32: ")
     assert done.stderr.count("\n") == 1
@@ -95,7 +98,7 @@ def test_every_dtype_and_shape(tmp_path: Path, world: int) -> None:
     }
     tensors["optimizer.F32.1.exp_avg"] = floats(7, 5, role="optimizer")
     save(tmp_path / "c", tensors, world=world)
-    convert(tmp_path / "c", tmp_path / "out")
+    assert run_isolated(tmp_path / "c", tmp_path / "out").returncode == 0
     found = read_safetensors(tmp_path / "out" / "model.safetensors")
     assert found == {name[6:]: as_fp32(raw) for name, raw in tensors.items() if raw.role != "optimizer"}
     loaded = load_file(tmp_path / "out" / "model.safetensors")
@@ -316,7 +319,7 @@ def root(tmp_path: Path) -> Path:
 
 
 def test_the_script_alone_in_its_folder(root: Path, tmp_path: Path) -> None:
-    done = run(script=root / "zero_to_fp32.py", cwd=tmp_path)
+    done = run_isolated(script=root / "zero_to_fp32.py", cwd=tmp_path)
     assert done.returncode == 0, done.stderr
     assert converted(root / "model.safetensors") == 120
 
@@ -364,10 +367,10 @@ def test_wrong_arguments(root: Path, place: str, more: list[str], words: str) ->
 
 
 def test_an_unknown_option_shows_the_usage(root: Path) -> None:
-    done = run(root, "--to", "bf16")
+    done = run_isolated(root, "--to", "bf16")
     assert done.returncode == 2
     assert "usage: zero_to_fp32.py" in done.stderr
-    assert "--max-shard-size" in run("--help").stdout
+    assert "--max-shard-size" in run_script("--help").stdout
 
 
 # --- the output -------------------------------------------------------------------------------------------------
@@ -670,8 +673,11 @@ def test_wrong_manifests(saved: Path, words: str, change: Callable[[dict[str, An
     assert words in damaged(saved)
 
 
-def test_chunks_that_all_cut_one_another_are_refused() -> None:
+@pytest.mark.full("1")
+@pytest.mark.parametrize("scale", [4, 1])
+def test_chunks_that_all_cut_one_another_are_refused(scale: int, monkeypatch: pytest.MonkeyPatch) -> None:
     """Columns, each cut at a row of its own: every cut goes through all columns."""
+    monkeypatch.setattr(plain, "LOOKS", plain.LOOKS // scale**2)
 
     def cut(count: int) -> list[Any]:
         boxes = [((0, column), (column + 1, 1)) for column in range(count)]
@@ -679,13 +685,13 @@ def test_chunks_that_all_cut_one_another_are_refused() -> None:
         return plain.tile((count + 1, count), [plain.Chunk("f", 0, 1, *box, "") for box in boxes], budget)
 
     budget = plain.Budget()
-    assert len(cut(100)) == 101
+    assert len(cut(100 // scale)) == 100 // scale + 1
     with pytest.raises(ValueError, match="fragmented beyond the limit"):
-        cut(1200)
+        cut(1200 // scale)
     budget = plain.Budget()
-    assert len(cut(600)) == 601
+    assert len(cut(600 // scale)) == 600 // scale + 1
     with pytest.raises(ValueError, match="fragmented beyond the limit"):  # the budget is one for all tensors
-        cut(600)
+        cut(600 // scale)
 
 
 def split(shape: tuple[int, int], rows: int, columns: int) -> dict[str, Any]:

@@ -248,6 +248,12 @@ def make_flips(source: Path, target: Path, count: int) -> Iterator[Path]:
         yield folder
 
 
+def read_peak() -> int:
+    """The most memory that this process has had, in KiB."""
+    status = Path("/proc/self/status").read_text().splitlines()
+    return next(int(line.split()[1]) for line in status if line.startswith("VmHWM"))
+
+
 def main(folders: list[str]) -> None:
     import tempfile
 
@@ -272,6 +278,7 @@ def main(folders: list[str]) -> None:
             events.append(f"{event} {arguments!r}")
 
     sys.addaudithook(hook)
+    before = read_peak()
     found = {}
     for folder in folders:
         watching = True
@@ -287,9 +294,7 @@ def main(folders: list[str]) -> None:
 
             digest = hashlib.sha256(Path(out, "model.safetensors").read_bytes()).hexdigest()
         found[folder] = [raised, digest]
-    status = Path("/proc/self/status").read_text().splitlines()
-    peak = next(int(line.split()[1]) for line in status if line.startswith("VmHWM"))
-    print(json.dumps({"found": found, "events": events, "peak": peak}))  # noqa: T201
+    print(json.dumps({"found": found, "events": events, "grown": read_peak() - before}))  # noqa: T201
     shutil.rmtree(out)
 
 

@@ -6,14 +6,21 @@ Tensors are given as `Raw`: a dtype's name and an array whose items have its wid
 from __future__ import annotations
 
 import hashlib
+import io
 import json
 import math
 import os
+import signal
+import subprocess
+import traceback
 from collections.abc import Iterable
+from contextlib import redirect_stderr, redirect_stdout
 from pathlib import Path
 from typing import Any, NamedTuple
 
 import numpy as np
+
+from dsjob.checkpoint.format import zero_to_fp32 as plain
 
 STORED = {
     "F64": "<f8", "F32": "<f4", "F16": "<f2", "BF16": "<u2", "F8_E4M3": "u1", "F8_E5M2": "u1", "C64": "<c8",
@@ -159,3 +166,19 @@ def read_safetensors(paths: Path | Iterable[Path]) -> dict[str, tuple[str, tuple
             end = stop
         assert 8 + length + end == len(data)
     return found
+
+
+def run_script(*arguments: object) -> subprocess.CompletedProcess[str]:
+    """Runs zero_to_fp32.py with these arguments in this process."""
+    words, before = list(map(str, arguments)), signal.getsignal(signal.SIGTERM)
+    with redirect_stdout(io.StringIO()) as out, redirect_stderr(io.StringIO()) as errors:
+        try:
+            code: Any = plain.main(words)
+        except SystemExit as end:
+            code = end.code
+        except Exception:
+            traceback.print_exc()
+            code = 1
+        finally:
+            signal.signal(signal.SIGTERM, before)
+    return subprocess.CompletedProcess(words, code, out.getvalue(), errors.getvalue())

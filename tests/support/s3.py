@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import ctypes
+import functools
 import os
 import signal
 import socket
@@ -12,12 +13,16 @@ import time
 import uuid
 from collections.abc import Iterator
 
+import botocore.loaders
 import fsspec
 import pytest
 
 CREDENTIALS = {"AWS_ACCESS_KEY_ID": "test", "AWS_SECRET_ACCESS_KEY": "test", "AWS_DEFAULT_REGION": "us-east-1"}
 # What a test of a broken connection would otherwise wait for.
 HURRIED = {"config_kwargs": {"read_timeout": 1, "connect_timeout": 2, "retries": {"max_attempts": 1}}}
+_read_file = botocore.loaders.JSONFileLoader().load_file
+# Each connection would parse the description of S3 anew, in half of its time.
+botocore.loaders.JSONFileLoader.load_file = staticmethod(functools.cache(_read_file))  # type: ignore[method-assign]
 
 
 def die_with_parent() -> None:
