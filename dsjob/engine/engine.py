@@ -164,10 +164,10 @@ class Engine(Saving):
         except BaseException:
             self.strategy.drop_gradients()  # else a retry would add to them
             raise
-        self.rhythm.skip_to_boundary()
         if before_step is not None:
             before_step()
-        self.step()
+        with self.rhythm.ending_all():
+            self.step()
         # Each loss was divided by `count` and multiplied by the loss scale, so this sum is their unscaled mean.
         return torch.stack([each.float() for each in losses]).sum() / scale
 

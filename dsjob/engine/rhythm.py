@@ -7,7 +7,8 @@ the number of backward passes.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import contextmanager
 from dataclasses import dataclass
 
 from torch import Tensor
@@ -40,6 +41,7 @@ class Rhythm:
     managed: bool = True
     stepping: bool = False  # inside `step`
     passes: int = 0  # backward passes since the last step
+    together: bool = False  # inside `step`, for all micro steps of a step at once
 
     @classmethod
     def of(cls, trainer: Trainer, data_size: int, managed: bool = True) -> Rhythm:
@@ -110,10 +112,16 @@ class Rhythm:
             if skipped is not None:
                 self.note_step(skipped=skipped)
 
-    def skip_to_boundary(self) -> None:
-        """Counts all micro steps of a step but the last."""
+    @contextmanager
+    def ending_all(self) -> Iterator[None]:
+        """Counts all micro steps of a step but the last, which is counted within."""
         for _ in range(self.accumulation - 1):
             self.end_micro_step(stepped=False)
+        self.together = True
+        try:
+            yield
+        finally:
+            self.together = False
 
     def note_step(self, *, skipped: bool) -> None:
         """Records whether the last step was skipped."""

@@ -20,6 +20,7 @@ from dsjob import storage
 from dsjob.contract.secrets import hide_secrets
 from dsjob.deepspeed import entry
 from dsjob.deepspeed.runtime import engine
+from dsjob.deepspeed.runtime.pipe import engine as pipe
 from dsjob.files import open_append
 from dsjob.programs.guard import Guard
 from dsjob.ranks.watchdog import position
@@ -75,26 +76,32 @@ class Recorder:
                 file.write("".join(lines).encode())
 
 
-class DeepSpeedEngine(engine.DeepSpeedEngine):
-    """The engine of `deepspeed.initialize` in a program that `dsjob exec` runs. It tells the watchdog where it is."""
+class _Recorded(engine.DeepSpeedEngine):
+    """The part of an engine that records its steps. It tells the watchdog where it is."""
 
     _guard: ClassVar[Guard]
     made: ClassVar[int] = 0  # engines of this process
 
     def __init__(self, *args: Any, **kwargs: Any) -> None:
         super().__init__(*args, **kwargs)
-        DeepSpeedEngine.made += 1
+        _Recorded.made += 1
         writes = self._guard.is_here and self.global_rank == 0
         self._recorder = Recorder(self._guard.run_dir if writes else "", self.made, self.config)
 
-    def backward(self, loss: Tensor, *args: Any, **kwargs: Any) -> Tensor:
-        part = super().backward(loss, *args, **kwargs)
-        self._recorder.add_loss(part)
-        return part
+    def run_passes(self, *args: Any, **kwargs: Any) -> Tensor:
+        before = self.global_steps
+        loss = super().run_passes(*args, **kwargs)
+        self._recorder.add_loss(loss)
+        self._note_step(before)
+        return loss
 
     def step(self, lr_kwargs: Mapping[str, Any] | None = None) -> None:
         before = self.global_steps
         super().step(lr_kwargs)
+        if not self.rhythm.together:
+            self._note_step(before)
+
+    def _note_step(self, before: int) -> None:
         position.micro_steps += 1
         if self.global_steps > before:
             position.step, position.doing = self.global_steps, "training"
@@ -103,6 +110,19 @@ class DeepSpeedEngine(engine.DeepSpeedEngine):
     def save_checkpoint(self, *args: Any, **kwargs: Any) -> bool:
         with _doing("saving"):
             return super().save_checkpoint(*args, **kwargs)
+
+
+class DeepSpeedEngine(_Recorded):
+    """The engine of `deepspeed.initialize` in a program that `dsjob exec` runs."""
+
+    def backward(self, loss: Tensor, *args: Any, **kwargs: Any) -> Tensor:
+        part = super().backward(loss, *args, **kwargs)
+        self._recorder.add_loss(part)
+        return part
+
+
+class PipelineEngine(_Recorded, pipe.PipelineEngine):
+    """The same for a PipelineModule."""
 
 
 @contextmanager
@@ -116,5 +136,5 @@ def _doing(what: str) -> Iterator[None]:
 
 def begin(guard: Guard) -> None:
     """Records all engines that `initialize` makes from now on."""
-    DeepSpeedEngine._guard = guard
-    entry.engine_type = DeepSpeedEngine
+    _Recorded._guard = guard
+    entry.engine_type, entry.pipeline_type = DeepSpeedEngine, PipelineEngine

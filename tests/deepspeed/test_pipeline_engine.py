@@ -2,13 +2,16 @@
 
 from __future__ import annotations
 
+import json
 import time
 from collections.abc import Iterator
+from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
 from pipelines import Block, deal, find_loss, list_specs, make_engine, train
+from programs import DSJOB, run_program
 from ranks import run_ranks
 from torch import Tensor, nn
 
@@ -243,3 +246,36 @@ def test_specs_are_listed() -> None:
     assert [type(spec).__name__ for spec in list_specs(2)] == [
         "TiedLayerSpec", "LayerSpec", "LayerSpec", "TiedLayerSpec",
     ]  # fmt: skip
+
+
+PROGRAM = """
+import torch
+from torch import nn
+import deepspeed
+from deepspeed.pipe import LayerSpec, PipelineModule
+
+deepspeed.init_distributed()
+layers = [LayerSpec(nn.Linear, 4, 8), nn.ReLU(), LayerSpec(nn.Linear, 8, 1)]
+net = PipelineModule(layers=layers, num_stages=2, loss_fn=nn.MSELoss(), seed_layers=True)
+config = {
+    "train_micro_batch_size_per_gpu": 2,
+    "gradient_accumulation_steps": 2,
+    "steps_per_print": 1,
+    "optimizer": {"type": "SGD", "params": {"lr": 0.1}},
+}
+engine, *_ = deepspeed.initialize(model=net, config=config)
+data = iter([(torch.ones(2, 4), torch.zeros(2, 1))] * 6)
+print("losses", [round(float(engine.train_batch(data)), 6) for _ in range(3)])
+"""
+
+
+@pytest.mark.full
+def test_a_program_runs_unmodified(tmp_path: Path) -> None:
+    (tmp_path / "train.py").write_text(PROGRAM)
+    done = run_program([DSJOB, "exec", "--nproc", "2", "train.py"], cwd=tmp_path)
+    assert done.returncode == 0, done.stderr
+    (file,) = tmp_path.glob("outputs/*/*/metrics.jsonl")
+    records = [json.loads(line) for line in file.read_text().splitlines()]
+    told = json.loads(done.stdout.split("losses", 1)[1].splitlines()[0])
+    assert [round(record["loss"], 6) for record in records] == told
+    assert told[0] > told[-1]

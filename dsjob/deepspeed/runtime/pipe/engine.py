@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from typing import Any, NoReturn, cast
 
 import torch
@@ -34,8 +34,6 @@ class PipelineEngine(DeepSpeedEngine):
 
     The first and the last stage read data: the first one the inputs, the last one the labels of pairs (inputs, labels).
     """
-
-    _running = False  # inside a step of this engine's own
 
     def __init__(self, *args: Any, **given: Any) -> None:
         super().__init__(*args, **given)
@@ -101,12 +99,7 @@ class PipelineEngine(DeepSpeedEngine):
             self._batches = data_iter
         given = self._read_batch(self._require_data(), self.micro_batches)
         self.module.train()
-        self._running = True
-        try:
-            loss = self.run_passes(given, self._compute_loss)
-        finally:
-            self._running = False
-        return self._average(loss)
+        return self._average(self.run_passes(given, self._compute_loss))
 
     def eval_batch(
         self,
@@ -220,17 +213,9 @@ class PipelineEngine(DeepSpeedEngine):
 
     def step(self, lr_kwargs: Mapping[str, Any] | None = None) -> None:
         """Refused: use `train_batch`."""
-        if not self._running:
+        if not self.rhythm.together:
             raise PipelineError("a pipeline has no step() of its own", hint="call train_batch()")
         super().step(lr_kwargs)
-
-    def run_step(self, micro_batches: Sequence[Any], loss: Callable[[Any, Any], Tensor]) -> Tensor:
-        """See `Engine.run_step`."""
-        self._running = True
-        try:
-            return super().run_step(micro_batches, loss)
-        finally:
-            self._running = False
 
     def set_has_attention_mask(self, value: bool) -> None:
         """No effect: stages send masks like any other tensor."""
