@@ -21,6 +21,7 @@ TINY = {
     "memory": "--ranks 1 --smoke",
     "nvme": "--rounds 1 --megabytes 2 --folder FOLDER",
     "onebit": "--rounds 1 --sizes 1000",
+    "pipeline": "--sizes tiny --micro-batches 2 --rounds 1 --steps 1",
     "programs": "--smoke",
     "text": "--rounds 1 --steps 1 --width 8",
     "transformer_layer": "--rounds 1 --shapes 2x4x8x2",
@@ -51,7 +52,7 @@ def run(name: str, *arguments: str) -> str:
 @pytest.mark.slow
 @pytest.mark.parametrize("name", TINY)
 def test_the_benchmark_runs_and_writes_its_figures(name: str, tmp_path: Path) -> None:
-    if name in ("checkpoint", "programs"):
+    if name in ("checkpoint", "pipeline", "programs"):
         pytest.importorskip("deepspeed", reason="the benchmark compares with DeepSpeed")
     file = tmp_path / "figures.json"
     run(name, *TINY[name].replace("FOLDER", str(tmp_path)).split(), "--json", str(file))
