@@ -1,12 +1,12 @@
 """Mistakes: one clear message that says what and where, the right exit code, no traceback."""
 
 import os
-import resource
-import subprocess
+import sys
 from pathlib import Path
 
 import pytest
-from jobs import DSJOB, clean_env, dsjob, list_commits, make_job, read_metrics
+from jobs import dsjob, list_commits, make_job, read_metrics
+from programs import run_program
 
 CASES = [
     (["trainer.micro_bath=4"], 2, ["trainer.micro_bath: unknown key", 'did you mean "micro_batch"?']),
@@ -82,7 +82,7 @@ def test_debug_shows_the_traceback(tmp_path: Path) -> None:
 def test_a_traceback_shows_no_value_of_the_environment(tmp_path: Path) -> None:
     make_job(tmp_path, model={"_target_": "refusing.Model", "token": "${oc.env:DSJOB_TOKEN}"})
     (tmp_path / "refusing.py").write_text("def Model(token):\n    raise ValueError(f'refused {token}')\n")
-    done = dsjob("cfg.json", "--debug", cwd=tmp_path, fresh=True, DSJOB_TOKEN="hunter2hunter2")
+    done = dsjob("cfg.json", "--debug", cwd=tmp_path, DSJOB_TOKEN="hunter2hunter2")
     assert done.returncode == 1
     assert "Traceback" in done.stderr
     assert "ValueError: refused ***" in done.stderr
@@ -116,16 +116,9 @@ def test_a_disk_that_fills_up_while_saving_keeps_the_earlier_checkpoint(tmp_path
     make_job(tmp_path)
     assert dsjob("cfg.json", "trainer.max_steps=3", cwd=tmp_path).returncode == 0
     before = read_metrics(tmp_path / "run")
-    limited = subprocess.run(
-        [DSJOB, "cfg.json"],
-        cwd=tmp_path,
-        env=clean_env(),
-        text=True,
-        capture_output=True,
-        check=False,
-        timeout=120,
-        preexec_fn=lambda: resource.setrlimit(resource.RLIMIT_FSIZE, (6000, 6000)),
-    )
+    limit = "import resource, sys; resource.setrlimit(resource.RLIMIT_FSIZE, (6000, 6000))"
+    code = f"{limit}; from dsjob.cli import main; sys.exit(main())"
+    limited = run_program([sys.executable, "-c", code, "cfg.json"], cwd=tmp_path)
     assert limited.returncode == 1
     assert "cannot write run/checkpoints/step-00000006-a0002" in limited.stderr
     assert "File too large" in limited.stderr

@@ -275,9 +275,9 @@ class Private(Data):
     assert "environment variable DSJOB_CANARY is not set" in without.stderr
 
 
-@pytest.mark.parametrize("nproc", [1, 2])
-@pytest.mark.full("1")
-def test_what_a_program_says_of_a_secret_is_masked(job: Path, nproc: int) -> None:
+@pytest.mark.parametrize(("nproc", "fresh"), [(1, False), (2, False), (2, True)])
+@pytest.mark.full("1-False", "2-True")
+def test_what_a_program_says_of_a_secret_is_masked(job: Path, nproc: int, fresh: bool) -> None:
     """Printed, logged, in metrics and in the error that ends the run: on screen, in logs and in the run's folder."""
     with (job / "my_model.py").open("a") as file:
         file.write("""
@@ -302,7 +302,7 @@ class Tell(Callback):
     document["callbacks"] = {"tell": {"_target_": "my_model.Tell", "url": "${oc.env:DSJOB_CANARY}"}}
     (job / "cfg.json").write_text(json.dumps(document))
     url = f"postgres://me:{CANARY}@h/db"
-    done = dsjob("cfg.json", f"launch.nproc={nproc}", cwd=job, fresh=nproc > 1, DSJOB_CANARY=url)
+    done = dsjob("cfg.json", f"launch.nproc={nproc}", cwd=job, fresh=fresh, DSJOB_CANARY=url)
     assert done.returncode == 1, done.stderr
     assert "ConnectionError: cannot reach '***'" in done.stderr
     assert "printed ***" in done.stdout

@@ -106,7 +106,7 @@ def test_gpus_are_chosen_for_this_process_only_before_it_uses_one(
     monkeypatch.delenv(devices.VISIBLE, raising=False)
     if variable is not None:
         monkeypatch.setenv(devices.VISIBLE, variable)
-    options = Launch(nproc, "auto", "auto", 60.0, 60.0, [1, 2][:nproc], None)
+    options = Launch(nproc, "auto", "auto", 60.0, None, 60.0, [1, 2][:nproc], None)
     if refused:
         with pytest.raises(UsageError, match="this process uses a GPU already"):
             launcher._choose_gpus(options)

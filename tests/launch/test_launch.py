@@ -202,10 +202,12 @@ def test_a_signal_to_the_launcher_saves_and_training_goes_on(tmp_path: Path) -> 
     assert len(list_commits(started.run)) == 2
 
 
-def test_the_first_failing_rank_is_shown_and_nothing_else(tmp_path: Path) -> None:
+@pytest.mark.full("True")
+@pytest.mark.parametrize("fresh", [False, True])
+def test_the_first_failing_rank_is_shown_and_nothing_else(tmp_path: Path, fresh: bool) -> None:
     make_job(tmp_path)
     crash = ("trainer.train_batch=6", "model._target_=my_model.CrashOnRank1")
-    done = dsjob("cfg.json", "launch.nproc=2", *crash, cwd=tmp_path, fresh=True)
+    done = dsjob("cfg.json", "launch.nproc=2", *crash, cwd=tmp_path, fresh=fresh)
     assert done.returncode == 1
     assert done.stderr.startswith("dsjob: error: rank 1: ValueError: rank 1 has had enough (")
     assert "my_model.py:" in done.stderr

@@ -16,7 +16,6 @@ import sys
 import tempfile
 import threading
 import time
-import traceback
 import types
 from collections.abc import Mapping, Sequence
 from multiprocessing import get_context
@@ -248,7 +247,7 @@ def execute(command: list[str]) -> NoReturn:
         if isinstance(end.code, str):
             print(end.code, file=sys.stderr)  # noqa: T201
     except BaseException:
-        traceback.print_exc()
+        sys.excepthook(*sys.exc_info())
         code = 1
     threading._shutdown()  # type: ignore[attr-defined]
     atexit._run_exitfuncs()
