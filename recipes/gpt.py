@@ -7,6 +7,7 @@ job, so nothing here knows about devices or ranks.
 from __future__ import annotations
 
 import math
+from typing import Any, ClassVar
 
 import torch
 from torch import Tensor, nn
@@ -51,6 +52,15 @@ class GPT(nn.Module):
     The head has no parameter of its own: it multiplies by the embedding matrix. So the tie survives sharding and a move
     from the meta device, and a checkpoint contains the matrix once.
     """
+
+    # How ranks divide the layers among them (tensor_parallel): each has some heads, and a part of the wide layer.
+    tp_plan: ClassVar[dict[str, Any]] = {
+        "blocks.*.qkv": {"style": "colwise", "sections": 3},
+        "blocks.*.attention_out": "rowwise",
+        "blocks.*": {"divide": ["heads"]},
+        "blocks.*.mlp_in": "colwise",
+        "blocks.*.mlp_out": "rowwise",
+    }
 
     def __init__(self, vocab_size: int, context: int, layers: int, width: int, heads: int, dropout: float) -> None:
         super().__init__()

@@ -42,8 +42,10 @@ class GradientNorms(Callback):
         for model, engine in run.engines.items():
             if engine.driver:
                 raise ContractError("GradientNorms needs dsjob's own engine", hint="set engine: dsjob")
-            if engine.world.model.size > 1:
-                raise ContractError("GradientNorms does not support models that trainer.mpu splits", hint="remove it")
+            if engine.world.opaque or engine.world.pipe.size > 1:
+                raise ContractError(
+                    "GradientNorms does not support pipelines, and models that trainer.mpu splits", hint="remove it"
+                )
             if engine.optimizer is not None:
                 parts = self._name_parts(engine)
                 engine.strategy.parts.gradient_watches.append(
@@ -80,7 +82,8 @@ class GradientNorms(Callback):
         # float64 [parameters, 1]: in fp32, the square of a norm above 1.8e19 would be infinite.
         own = [local(gradient).norm(dtype=torch.float64).square() for gradient in gradients.values()]
         squares = torch.stack([square.to(engine.device) for square in own])[:, None]
-        add_parts(squares, list(gradients.values()))
+        # The masters, which know how tensor parallelism divides them; their gradients are sharded like them.
+        add_parts(squares, [masters[name] for name in gradients])
         names = dict.fromkeys(parts[name] for name in gradients)
         rows = {part: row for row, part in enumerate(names)}
         index = torch.tensor([rows[parts[name]] for name in gradients], device=engine.device)

@@ -41,6 +41,7 @@ _JOB_SECTIONS = (
     "amp",
     "activation_checkpointing",
     "pipeline",
+    "tensor_parallel",
     "compile",
     "ops",
     "aio",
@@ -51,7 +52,11 @@ _JOB_SECTIONS = (
 ENGINE_SECTIONS = tuple(
     key
     for key in _JOB_SECTIONS
-    if key not in ("optimizer", "scheduler", "amp", "activation_checkpointing", "pipeline", "compile", "ops")
+    if key
+    not in (
+        *("optimizer", "scheduler", "amp", "activation_checkpointing"),
+        *("pipeline", "tensor_parallel", "compile", "ops"),
+    )
 )
 
 

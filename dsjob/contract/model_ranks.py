@@ -7,19 +7,26 @@ from typing import Any
 
 from dsjob.contract.paths import Path, get_at
 
-# The keys whose product it is.
-KEYS: tuple[Path, ...] = (("trainer", "model_parallel_size"), ("pipeline", "stages"))
+_TENSOR: tuple[Path, ...] = (("tensor_parallel", "size"), ("tensor_parallel", "autotp_size"))
+# The keys whose product it is. Of those in one row, which are names of the same size, the largest counts.
+_ROWS: tuple[tuple[Path, ...], ...] = ((("trainer", "model_parallel_size"),), (("pipeline", "stages"),), _TENSOR)
+KEYS: tuple[Path, ...] = tuple(path for row in _ROWS for path in row)
 
 
 def read_sizes(document: Mapping[str, Any]) -> dict[Path, int]:
     """The sizes other than 1 in a document, which need not be valid, by their keys."""
     found = {}
-    for path in KEYS:
-        size = get_at(document, path)
-        size = int(size) if isinstance(size, float) and size.is_integer() else size
-        if isinstance(size, int) and not isinstance(size, bool) and size > 1:
+    for row in _ROWS:
+        size, path = max((_read(document, path), path) for path in row)
+        if size > 1:
             found[path] = size
     return found
+
+
+def _read(document: Mapping[str, Any], path: Path) -> int:
+    size = get_at(document, path)
+    size = int(size) if isinstance(size, float) and size.is_integer() else size
+    return size if isinstance(size, int) and not isinstance(size, bool) else 1
 
 
 def count_model_ranks(document: Mapping[str, Any]) -> int:
@@ -28,3 +35,8 @@ def count_model_ranks(document: Mapping[str, Any]) -> int:
     for size in read_sizes(document).values():
         count *= size
     return count
+
+
+def read_tensor_size(document: Mapping[str, Any]) -> int:
+    """The ranks among which layers are divided."""
+    return max(1, *(_read(document, path) for path in _TENSOR))

@@ -12,6 +12,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, fields, is_dataclass
 from typing import Any, Literal, NewType, TypeVar, cast
 
+from dsjob.contract.divided import TensorParallel
 from dsjob.contract.lengths import Length, read_length
 from dsjob.contract.monitors import Comet, Mlflow, MonitorFiles, Wandb
 from dsjob.contract.precisions import Bf16, DataTypes, Dtype, Fp16, TorchAutocast
@@ -239,6 +240,7 @@ class EngineSpec:
     zero_optimization: Zero
     activation_checkpointing: ActivationCheckpointing
     pipeline: Pipeline
+    tensor_parallel: TensorParallel
     compile: Compile
     ops: Ops
     aio: Aio
@@ -279,7 +281,7 @@ class JobSpec(EngineSpec):
     @property
     def model_ranks(self) -> int:
         """The ranks that hold one model together."""
-        return self.trainer.model_parallel_size * self.pipeline.size
+        return self.trainer.model_parallel_size * self.pipeline.size * self.tensor_parallel.ranks
 
     @property
     def driven(self) -> bool:

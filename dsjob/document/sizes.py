@@ -75,7 +75,7 @@ class Ranks:
     def of_job(cls, job: dict[str, Any], count: int, told_by: str = "") -> Ranks:
         """The ranks of a job, which need not be valid."""
         sizes = read_sizes(job)
-        named = " / ".join(f"{path[-1]} {size}" for path, size in sizes.items())
+        named = " / ".join(f"{'.'.join(map(str, path))} {size}" for path, size in sizes.items())
         return cls(count, told_by, count_model_ranks(job), named)
 
 

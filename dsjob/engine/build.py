@@ -17,6 +17,7 @@ from torch.optim.lr_scheduler import LRScheduler
 from dsjob import checkpointing
 from dsjob.compute.find_blocks import mark_leaves
 from dsjob.compute.precision import Precision
+from dsjob.contract.model_ranks import read_tensor_size
 from dsjob.contract.spec import EngineSpec
 from dsjob.data import Epochs
 from dsjob.data.passes import require_same_length
@@ -30,11 +31,14 @@ from dsjob.engine.native import choose_layers, choose_ops
 from dsjob.errors import ConfigError, ConfigWarning, Problem, TargetError, UsageError
 from dsjob.optim import build_optimizer, build_scheduler
 from dsjob.optim.onebit.own_gradients import require_data_parallel
+from dsjob.optim.parts import updates_parts
 from dsjob.optim.schedules import settle_length
 from dsjob.parallel import Strategy, build_strategy
 from dsjob.parallel.pipeline.module import PipelineModule
 from dsjob.parallel.pipeline.passes import StagePasses
 from dsjob.parallel.sharded import refuse_sharded
+from dsjob.parallel.tensor.divide import divide_layers
+from dsjob.ranks.divide import divide_axes
 from dsjob.ranks.mesh import World, join_world, leave_world
 from dsjob.ranks.mpu import divide
 from dsjob.ranks.rendezvous import init_distributed
@@ -82,7 +86,8 @@ def initialize(
     model = require_model(model)
     given = configs.read_given(args, config if config is not None else config_params, trust)
     with dropping_own_group():
-        world = join(mpu, mesh_param, distributed_port if dist_init_required is not False else None, model)
+        port = distributed_port if dist_init_required is not False else None
+        world = join(mpu, mesh_param, port, model, tensor=read_tensor_size(given.config))
         engine = make_engine(Engine, model, given, world, optimizer, model_parameters, lr_scheduler)
         loader = make_loader(engine, training_data, collate_fn)
     return engine, engine.optimizer, loader, engine.lr_scheduler
@@ -112,9 +117,9 @@ def dropping_own_group() -> Iterator[None]:
         raise
 
 
-def join(mpu: Any, mesh_param: Sequence[int] | None, port: int | None, model: nn.Module) -> World:
-    """The ranks of this program, divided by the mpu, or by a PipelineModule. Joins the process group first, using
-    `port`, unless it is None."""
+def join(mpu: Any, mesh_param: Sequence[int] | None, port: int | None, model: nn.Module, *, tensor: int = 1) -> World:
+    """The ranks of this program, divided by the mpu, by a PipelineModule, or into groups of `tensor` ranks with parts
+    of the same layers. Joins the process group first, using `port`, unless it is None."""
     if port is not None:
         init_distributed(distributed_port=port)
     if isinstance(model, PipelineModule):
@@ -123,7 +128,9 @@ def join(mpu: Any, mesh_param: Sequence[int] | None, port: int | None, model: nn
                 "initialize got an mpu for a PipelineModule, whose topology divides the ranks", hint="omit mpu"
             )
         return model.divide()
-    world = divide(join_world(), mpu)
+    if tensor > 1 and mpu is not None:
+        raise UsageError("initialize got an mpu, and tensor_parallel divides the ranks", hint="omit one of them")
+    world = divide_axes(join_world(), tensor=tensor) if tensor > 1 else divide(join_world(), mpu)
     if mesh_param and tuple(mesh_param) != (world.data_size, 1):
         raise UsageError(
             f"mesh_param={mesh_param!r}: sequence parallelism is not supported; all {world.data_size} ranks are"
@@ -228,11 +235,7 @@ def build_engine(
         # The masters are new objects under FSDP2 and with offloading, so `names` does not know their ids.
         called = {id(master): name for name, master in masters.items()}
         built = build_optimizer(spec.optimizer, over, trust, called)
-    if built is not None:
-        if strategy.disk is not None:
-            strategy.disk.require(built)
-        choose_ops(built, masters.values(), spec.ops, strategy.world)
-    require_data_parallel(built, world)
+    _prepare_optimizer(built, strategy, spec)
     scheduler = _make_scheduler(lr_scheduler, spec, built, trust)
     return kind(
         strategy,
@@ -245,9 +248,25 @@ def build_engine(
     )
 
 
+def _prepare_optimizer(built: Optimizer | None, strategy: Strategy, spec: EngineSpec) -> None:
+    """Chooses native ops for the optimizer. Raises UsageError if it does not suit how the model is spread."""
+    require_data_parallel(built, strategy.world)
+    if built is None:
+        return
+    if strategy.disk is not None:
+        strategy.disk.require(built)
+    if strategy.splits and not updates_parts(built):
+        raise UsageError(
+            f"tensor_parallel: {type(built).__name__} would see only this rank's parts of parameters",
+            hint="use AdamW, Lamb or Muon; if it updates each element on its own, give its class updates_parts = True",
+        )
+    choose_ops(built, strategy.masters.values(), spec.ops, strategy.world)
+
+
 def _spread(
     model: nn.Module, spec: EngineSpec, world: World, precision: Precision, pipeline: StagePasses | None
 ) -> Strategy:
+    divided = divide_layers(model, spec.tensor_parallel, world)
     # Before sharding: FSDP2's hooks then lie outside the recomputed and compiled forwards.
     if pipeline is None:
         prepare_blocks(model, spec)
@@ -261,7 +280,9 @@ def _spread(
             hint="pass a PipelineModule with this number of stages, or run a job document",
         )
     zero = spec.zero_optimization
-    return build_strategy(model, zero=zero, world=world, precision=precision, aio=spec.aio, pipeline=pipeline)
+    return build_strategy(
+        model, zero=zero, world=world, precision=precision, aio=spec.aio, pipeline=pipeline, divided=divided
+    )
 
 
 def _mark_leaves(model: nn.Module, spec: EngineSpec, world: World) -> None:

@@ -3,9 +3,11 @@
 from __future__ import annotations
 
 import math
+from collections.abc import Mapping
 from typing import Any
 
 import torch
+from torch import Tensor
 from torch.optim import Optimizer
 
 from dsjob.compute.precision import Precision
@@ -94,8 +96,13 @@ class Readings:
 
     def count_parameters(self) -> tuple[int, int]:
         """The number of elements of all parameters (tied ones once), and of the trained ones."""
-        total = sum(weight.numel() for weight in self.strategy.weights().values())
-        return total, sum(master.numel() for master in self.strategy.masters.values())
+        splits = self.strategy.splits
+
+        def count(tensors: Mapping[str, Tensor]) -> int:
+            shapes = [splits[n].shape(t.shape) if n in splits else t.shape for n, t in tensors.items()]
+            return sum(shape.numel() for shape in shapes)
+
+        return count(self.strategy.weights()), count(self.strategy.masters)
 
     def loss_scale(self) -> float:
         """The factor on the loss in the next backward pass; 1.0 if losses are not scaled."""

@@ -19,7 +19,6 @@ from dsjob.checkpoint.pretrained.configuration import describe_pretrained
 from dsjob.contract.paths import get_at
 from dsjob.engine.readings import Readings
 from dsjob.errors import CheckpointError, NoCheckpointError, UsageError
-from dsjob.optim.shards import own_part, whole
 from dsjob.parallel.zero import GatheredParameters
 from dsjob.ranks.agreement import all_gather
 from dsjob.ranks.joint import Meetings
@@ -58,6 +57,7 @@ class Saving(Readings):
             pretrained=describe_pretrained(self.strategy.module),
             averages=self.strategy.averages,
             disk=self.strategy.disk,
+            splits=self.strategy.splits,
         )
 
     def counters(self) -> dict[str, int]:
@@ -160,6 +160,8 @@ class Saving(Readings):
 
     def _call_with_whole_model(self, custom_load_fn: Callable[..., None]) -> Callable[[dict[str, Tensor]], None]:
         module = self.strategy.module
+        if self.strategy.splits:
+            raise UsageError("custom_load_fn needs whole layers, but tensor_parallel divides them", hint="omit it")
 
         def take(weights: dict[str, Tensor]) -> None:
             # Ranks gather whole parameters, which are sharded again on exit. Rank 0's values win.
@@ -179,7 +181,7 @@ class Saving(Readings):
         The format is safetensors if the name ends in `.safetensors`, otherwise that of torch.save. At stage 3 this
         requires stage3_gather_16bit_weights_on_model_save; without it, writes nothing and returns False.
         """
-        if self.world.model.size > 1:
+        if self.world.opaque or self.world.pipe.size > 1:
             raise UsageError(
                 "save_16bit_model writes one file, but each model-parallel rank has only a part of the model",
                 hint="call save_checkpoint, then `dsjob convert --model mp_rank_00` for each part"
@@ -193,7 +195,8 @@ class Saving(Readings):
         if exclude_frozen_parameters:
             state = state.without_frozen()
         self._meet_if_sharded("engine.save_16bit_model()", state)
-        export.save_model(url, state, dtype=self.precision.compute, writes=self.world.data_rank == 0)
+        writes = self.world.data_rank == self.world.model.rank == 0
+        export.save_model(url, state, dtype=self.precision.compute, writes=writes)
         return True
 
     def module_state_dict(
@@ -234,8 +237,8 @@ class Saving(Readings):
 
     def _gather(self, state: TrainingState) -> Iterator[tuple[str, Tensor]]:
         """Copies of the weights and buffers, whole and in the compute dtype. All ranks must take all of them."""
-        for name, tensor in state.weights.items():
-            value = whole(tensor).detach()
+        for name in state.weights:
+            value = state.gather(name)
             low = self.precision.compute if value.is_floating_point() else value.dtype
             # copy=True: a tensor that is not sharded may be the live weight itself.
             yield name, value.to(low, copy=True)
@@ -257,17 +260,9 @@ class Saving(Readings):
             raise CheckpointError(
                 f"the state dict does not match the model: missing {missing[:3]}, unknown {unknown[:3]}"
             )
-        for name, place in places.items():
-            if name not in given:
-                continue
-            if given[name].shape != place.shape:
-                raise CheckpointError(
-                    f"{name} has shape {list(place.shape)} in the model, {list(given[name].shape)} in the state dict"
-                )
-            # `value` is whole on every rank. `place` is this rank's shard, if the model is sharded: it takes its own
-            # rows.
-            value = given[name].to(device=self.world.device, dtype=place.dtype)
-            (place.to_local() if hasattr(place, "to_local") else place).copy_(own_part(value, place))
+        for name in places:
+            if name in given:
+                state.fill(name, given[name])
         self.strategy.drop_gradients()
         self.strategy.finish_step()
 

@@ -11,6 +11,7 @@ from torch import Tensor, nn
 
 from dsjob.optim.partwise import PartwiseOptimizer, move_averages
 from dsjob.optim.shards import gather, local, own_part
+from dsjob.ranks.splits import find_split
 
 # The coefficients of x -> a x + b x^3 + c x^5 (Jordan et al. 2024). Applied five times to the singular values, it
 # brings any value in (0, 1] to between about 0.7 and 1.2.
@@ -74,14 +75,16 @@ class MuonWithAuxAdam(PartwiseOptimizer):
             state["momentum_buffer"] = torch.zeros_like(parameter)
         average = state["momentum_buffer"].lerp_(gradient, 1 - group["momentum"])
         # Whole on every rank, [n, m] or [..., n, m]: singular values cannot be computed from a shard.
+        split = find_split(parameter)
         direction = gather(gradient.lerp(average, group["momentum"]))
+        direction = direction if split is None else split.gather(direction)
         matrix = direction.flatten(1) if direction.ndim == 4 else direction
         made = orthogonalize(matrix, group["ns_method"]).view_as(direction).to(parameter.dtype)
         # The entries of an orthogonal [n, m] matrix are about 1 / sqrt(max(n, m)). This scale makes them 1 / sqrt(m)
         # for tall matrices too, so updates do not depend on the number of rows.
         scale = math.sqrt(max(1.0, direction.size(-2) / direction.size(-1)))
         # Every rank has computed all of `made`, so taking the own part needs no communication either.
-        local(parameter).sub_(own_part(made, parameter), alpha=group["lr"] * scale)
+        local(parameter).sub_(own_part(made, parameter, split), alpha=group["lr"] * scale)
 
     def _update_by_adam(self, parameters: list[Tensor], group: dict[str, Any]) -> None:
         beta1, beta2 = group["betas"]

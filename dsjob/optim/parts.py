@@ -15,6 +15,7 @@ from torch import Tensor
 from torch.optim import Optimizer
 
 from dsjob.optim.lion import Lion
+from dsjob.optim.partwise import PartwiseOptimizer
 from dsjob.optim.shards import local
 from dsjob.torch_private import collecting, has_step_hooks
 
@@ -39,6 +40,13 @@ _COLLECTING = tuple(kind for kind in _SEPARATE if kind not in (torch.optim.SGD, 
 def can_step_in_parts(optimizer: Optimizer) -> bool:
     """Whether steps over subsets of the parameters are equivalent to one step over all, also for user code."""
     return is_plain(optimizer) and isinstance(optimizer, _SEPARATE)
+
+
+def updates_parts(optimizer: Optimizer) -> bool:
+    """Whether a step over parts of parameters gives the parts of a step over whole ones: each element depends on itself
+    alone, or the optimizer knows how parameters are divided (`ranks.splits`). Other classes can say so with an
+    attribute `updates_parts = True`."""
+    return isinstance(optimizer, (*_SEPARATE, PartwiseOptimizer)) or getattr(optimizer, "updates_parts", False) is True
 
 
 def is_plain(optimizer: Optimizer) -> bool:

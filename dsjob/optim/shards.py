@@ -15,6 +15,8 @@ import torch.distributed as dist
 from torch import Tensor
 from torch.distributed.tensor import DTensor, distribute_tensor
 
+from dsjob.ranks.splits import Split, communicates_on, find_split
+
 
 def local(tensor: Tensor) -> Tensor:
     """This rank's part of `tensor`, sharing its memory. A plain tensor is returned unchanged."""
@@ -22,7 +24,8 @@ def local(tensor: Tensor) -> Tensor:
 
 
 def add_parts(sums: Tensor, parameters: Sequence[Tensor]) -> None:
-    """Turns sums over this rank's parts into sums over whole parameters, in place.
+    """Turns sums over this rank's parts into sums over whole parameters, in place. With tensor parallelism, a parameter
+    itself must be given, or its master, not its gradient: they know how they are divided.
 
     sums: [len(parameters), n]; each row has the sums over the own part of one parameter. One collective for all
     parameters that are sharded over the same ranks. All ranks must call it with the same parameters.
@@ -30,6 +33,9 @@ def add_parts(sums: Tensor, parameters: Sequence[Tensor]) -> None:
     # (process group, device type) -> rows of the parameters that are spread over that group.
     spread: dict[tuple[dist.ProcessGroup, str], list[int]] = {}
     for row, parameter in enumerate(parameters):
+        split = find_split(parameter)
+        if split is not None and split.ranks.group is not None:
+            spread.setdefault((split.ranks.group, communicates_on(split.ranks)), []).append(row)
         if isinstance(parameter, DTensor):
             for dim, placement in enumerate(parameter.placements):
                 if not placement.is_replicate():
@@ -57,13 +63,16 @@ def gather(tensor: Tensor) -> Tensor:
     return on_mesh(tensor).full_tensor() if isinstance(tensor, DTensor) else tensor
 
 
-def whole(tensor: Tensor) -> Tensor:
-    """The whole `tensor` on every rank of its mesh, on the device of the rank's part."""
-    return gather(tensor).to(tensor.device)
+def whole(tensor: Tensor, split: Split | None = None) -> Tensor:
+    """The whole `tensor` on every rank of its mesh, and of `split` if given, on the device of the rank's part."""
+    value = gather(tensor)
+    return (value if split is None else split.gather(value)).to(tensor.device)
 
 
-def own_part(value: Tensor, like: Tensor) -> Tensor:
-    """This rank's part of a whole tensor `value`, sharded like `like`, on the device of `like`."""
+def own_part(value: Tensor, like: Tensor, split: Split | None = None) -> Tensor:
+    """This rank's part of a whole tensor `value`, divided by `split` if given, and sharded like `like`, on the device
+    of `like`."""
+    value = value if split is None else split.take(value)
     if not isinstance(like, DTensor):
         return value
     # src_data_rank=None: every rank has the whole value, so DTensor only slices it, without communication.

@@ -9,7 +9,9 @@ from dsjob.parallel.pipeline.passes import StagePasses
 from dsjob.parallel.replicated import Replicated
 from dsjob.parallel.sharded import Sharded
 from dsjob.parallel.strategy import Strategy as Strategy
+from dsjob.parallel.tensor.divide import Divided
 from dsjob.ranks.mesh import World
+from dsjob.ranks.splits import mark_split
 
 
 def build_strategy(
@@ -20,10 +22,11 @@ def build_strategy(
     precision: Precision,
     aio: Aio,
     pipeline: StagePasses | None = None,
+    divided: Divided = Divided(),  # noqa: B008 (immutable)
 ) -> Strategy:
     """The strategy for a ZeRO stage. On one rank nothing is sharded, except to load offloaded parameters by block.
 
-    pipeline: runs the passes, if `model` is only a stage of one.
+    pipeline: runs the passes, if `model` is only a stage of one. divided: of `model`, by tensor parallelism.
 
     Raises UsageError if the number of ranks does not divide into the groups of MiCS or hpZ,
     StorageError if the folder for state on a disk cannot be used.
@@ -36,6 +39,10 @@ def build_strategy(
         strategy = Replicated(model, zero=zero, world=world, precision=precision, disk=disk, interleaved=interleaved)
     else:
         strategy = Sharded(model, zero=zero, world=world, precision=precision, disk=disk)
+    strategy.splits, strategy.partial = divided.splits, divided.partial
+    for name, split in divided.splits.items():
+        if name in strategy.masters:
+            mark_split(strategy.masters[name], split)
     if pipeline is not None:
         strategy.pipeline = pipeline
         pipeline.align_tied(strategy.weights())

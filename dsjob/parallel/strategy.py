@@ -6,7 +6,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from functools import cached_property
 from itertools import chain
 from types import MappingProxyType
@@ -30,6 +30,7 @@ from dsjob.parallel.masters import Masters
 from dsjob.parallel.norms import total_norm
 from dsjob.ranks.mesh import World
 from dsjob.ranks.mpu import find_counted_elsewhere
+from dsjob.ranks.splits import Split
 from dsjob.torch_private import change_tensors
 
 _SENT_AT_ONCE = 64 << 20  # bytes
@@ -99,6 +100,8 @@ class Strategy:
     pipeline: Pipeline | None = None  # what runs the passes if `module` is only a stage of the model
     # The engine calls it with the names of masters whose gradients are not finite, and skips the step, also in fp32.
     guard: Callable[[list[str]], None] | None = None
+    splits: Mapping[str, Split] = MappingProxyType({})  # by name: parameters of which each tensor rank has a part
+    partial: Collection[str] = ()  # names of parameters whose gradients the tensor ranks add up
     gradient_factor: int = 1  # a step multiplies reduced gradients by it: the number of ranks to get their sum
 
     def __init__(self, model: nn.Module, world: World, precision: Precision, disk: Disk) -> None:
@@ -170,11 +173,22 @@ class Strategy:
 
     def finish_gradients(self) -> None:
         """Called after all backward passes of a step: moves the gradients to the masters. A collective in a pipeline
-        with tied layers."""
+        with tied layers, and with partial gradients."""
         if self.copies is not None:
             self.copies.take_gradients()
         if self.pipeline is not None:
             self.pipeline.add_tied_gradients(self.masters)
+        self._add_partial()
+
+    @torch.no_grad()
+    def _add_partial(self) -> None:
+        """Adds up the gradients of parameters that compute with another part of the activations on each tensor rank."""
+        found = [p.grad for name, p in self.masters.items() if name in self.partial and p.grad is not None]
+        for (device, _), own in _group(found).items():
+            flat = torch.cat([gradient.reshape(-1) for gradient in own]).to(self.world.device)
+            dist.all_reduce(flat, group=self.world.tensor.group)
+            parts = torch.split_with_sizes(flat.to(device), [gradient.numel() for gradient in own])
+            torch._foreach_copy_(own, [part.view_as(gradient) for part, gradient in zip(parts, own, strict=True)])
 
     @torch.no_grad()
     def clip(self, max_norm: float, scale: float = 1.0, divisor: Tensor | None = None) -> Tensor:

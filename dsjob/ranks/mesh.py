@@ -82,6 +82,11 @@ class World:
         return self.tensor if self.opaque else Ranks()
 
     @property
+    def divided(self) -> bool:
+        """Whether dsjob divides the model, or its sequences, among ranks."""
+        return self.model.size > 1 and not self.opaque
+
+    @property
     def axes(self) -> Axes:
         """The size of the mesh along each axis."""
         shard = self.data_size // self.copies

@@ -7,6 +7,7 @@ from dsjob.compute.precision import name_dtype
 from dsjob.contract.spec import EngineSpec, JobSpec, Zero
 from dsjob.engine.engine import Engine
 from dsjob.ranks.mesh import World
+from dsjob.ranks.picture import describe_axes, draw_mesh
 from dsjob.training.display import shorten
 from dsjob.training.passed import NEVER
 from dsjob.training.run import Run
@@ -41,6 +42,7 @@ def describe_run(run: Run, run_dir: str, loaded: Loaded | None) -> Rows:
         ("steps", _describe_length(run)),
         *([] if spec.models else models[1:]),
         ("device", f"{world.device.type}, {_count_ranks(world.everyone.size)}{_describe_parts(world)}"),
+        *_draw(world),
         ("output", run_dir),
     ]
     if loaded is not None:
@@ -68,7 +70,16 @@ def _count_ranks(ranks: int) -> str:
 
 
 def _describe_parts(world: World) -> str:
+    if world.divided:
+        return f" = {describe_axes(world.axes)}"
     return f", {world.model.size} ranks per model" if world.model.size > 1 else ""
+
+
+def _draw(world: World) -> Rows:
+    """A picture of the mesh, if there is more than one axis."""
+    several = sum(size > 1 for size in world.axes)
+    lines = draw_mesh(world.axes, world.order) if world.divided and several > 1 else []
+    return [("" if number else "mesh", line) for number, line in enumerate(lines)]
 
 
 def _describe_engine(engine: Engine) -> Rows:

@@ -16,6 +16,7 @@ from dsjob.errors import Problem
 from dsjob.front.validate import validate_file as validate
 
 ON = {"enabled": True}
+TWO_PARTS = {"tensor_parallel": {"autotp_size": 2}}
 BY_DEEPSPEED = {"engine": "deepspeed"}
 CALLED = {"_target_": "mine.called"}
 TWO = {"a": {"model": CALLED}, "b": {"model": CALLED}}
@@ -72,6 +73,13 @@ JOBS: list[tuple[str, dict[str, Any], str, dict[str, Any]]] = [
         {**schedule("cosine"), "trainer": {"max_length": "30min"}},
         "trainer.max_length",
         {**schedule("cosine"), "trainer": {"max_length": "30min", "max_steps": 100}},
+    ),
+    ("tensor-parallel-with", {**TWO_PARTS, **BY_DEEPSPEED}, "engine", TWO_PARTS),
+    (
+        "tensor-parallel-with",
+        {**TWO_PARTS, **course(mpu={"_target_": "a.mpu"})},
+        "trainer.mpu",
+        {"tensor_parallel": {"size": 1}, **course(mpu={"_target_": "a.mpu"})},
     ),
     (
         "pipeline-micro-batches",
@@ -218,6 +226,25 @@ JOBS: list[tuple[str, dict[str, Any], str, dict[str, Any]]] = [
         zero(1, allgather_bucket_size=501),
         "zero_optimization.allgather_bucket_size",
         zero(1, allgather_bucket_size=5e8),
+    ),
+    (
+        "tensor-size-twice",
+        {"tensor_parallel": {"size": 2, "autotp_size": 4}},
+        "tensor_parallel.autotp_size",
+        {"tensor_parallel": {"size": 2, "autotp_size": 2}},
+    ),
+    ("tensor-parallel-compiled", {**TWO_PARTS, "compile": {"enabled": True}}, "compile.enabled", TWO_PARTS),
+    (
+        "tensor-parallel-groups",
+        {**TWO_PARTS, **zero(3, mics_shard_size=2)},
+        "zero_optimization.mics_shard_size",
+        {**TWO_PARTS, **zero(3, mics_shard_size=-1)},
+    ),
+    (
+        "tensor-parallel-optimizer",
+        {**TWO_PARTS, "optimizer": {"type": "OneBitAdam"}},
+        "optimizer.type",
+        {**TWO_PARTS, "optimizer": {"type": "Muon"}},
     ),
     (
         "zero-bubble-stage",

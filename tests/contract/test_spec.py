@@ -13,6 +13,7 @@ import pytest
 from job_documents import make_job, resolve
 
 from dsjob.contract.deepspeed_keys import CALLBACKS, to_config_path, to_job
+from dsjob.contract.divided import DividingPlan
 from dsjob.contract.lengths import PATTERN, Length
 from dsjob.contract.schema import Schema, deepspeed_schema, is_target, job_schema
 from dsjob.contract.spec import (
@@ -72,8 +73,8 @@ def type_differences(hint: Any, schema: Schema, path: str) -> Iterator[str]:
         agrees = schema["type"] == ["integer", "string"] and schema["pattern"] == PATTERN
     elif hint is Generation:
         agrees = schema["type"] == "object" and "tokenizer" in schema["properties"]
-    elif hint in (Order, Stages):
-        agrees = schema["type"] == (["string", "object"] if hint is Order else ["integer", "string"])
+    elif hint in (Order, Stages, DividingPlan):
+        agrees = schema["type"] == (["integer", "string"] if hint is Stages else ["string", "object"])
     elif hint is Keys:
         agrees = schema["type"] == ["array", "object"]
     elif is_dataclass(hint):

@@ -215,7 +215,7 @@ def test_batches_are_those_of_the_data_parallel_ranks() -> None:
     assert problem.hint == "start 2 ranks, or another multiple of 2"
     wrong = make_job(trainer={**trainer, "max_steps": 1, "train_batch": 8, "grad_accum": 1})
     (problem,) = find_problems(wrong, world_size=4)
-    assert "world size 2 (4 ranks / model_parallel_size 2)" in problem.message
+    assert "world size 2 (4 ranks / trainer.model_parallel_size 2)" in problem.message
     assert "launch.nproc=8" in problem.hint
     (problem,) = find_problems(
         make_job(trainer={"model_parallel_size": 2, "micro_batch": 2, "max_steps": 1}), world_size=4

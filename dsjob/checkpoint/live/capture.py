@@ -26,7 +26,7 @@ class Capture:
 
     def __init__(self, world: World, objects: Kept) -> None:
         self._everyone, self._parts, self._axes = world.everyone, world.parts, world.axes
-        self._stages = world.pipe
+        self._stages, self._divided = world.pipe, world.divided
         # One rank for each part of the model is enough: its copies hold the same state.
         whole = world.opaque or world.tensor.rank == 0
         self._speaks = world.data_rank == world.context.rank == 0 and whole
@@ -69,7 +69,7 @@ class Capture:
             "aliases": {f"model.{name}": f"model.{target}" for name, target in plain["aliases"].items()},
             **({"models": plain["models"]} if plain["models"] else {}),
             **({"model_ranks": self._parts.size} if self._parts.size > 1 else {}),
-            **({"axes": list(self._axes)} if self._stages.size > 1 else {}),
+            **({"axes": list(self._axes)} if self._divided else {}),
             **({"pretrained": plain["pretrained"]} if plain["pretrained"] else {}),
         }
         return PreparedSave(

@@ -8,12 +8,12 @@ from dataclasses import dataclass
 from typing import Any
 
 import torch.distributed as dist
-from torch import Tensor
 from torch.distributed import checkpoint as dcp
 
 from dsjob import storage
 from dsjob.checkpoint.format import zero_to_fp32 as layout
 from dsjob.checkpoint.live.state import BY_RANK, Shapes
+from dsjob.checkpoint.live.state import Saved as Saved_
 from dsjob.checkpoint.root.source import renamed
 from dsjob.errors import CheckpointError, CorruptCheckpointError, DsjobError
 
@@ -81,7 +81,7 @@ def require_sizes(url: str, checkpoint: layout.Checkpoint) -> None:
             raise CorruptCheckpointError(f"{place} {what}", hint=layout.ELSEWHERE)
 
 
-def match(ours: Mapping[str, Tensor], checkpoint: layout.Checkpoint, url: str, start: str) -> Matched:
+def match(ours: Mapping[str, Saved_], checkpoint: layout.Checkpoint, url: str, start: str) -> Matched:
     """Compares names and shapes of the model's tensors with those of a checkpoint's tensors that begin with `start`."""
     theirs = {n: t.shape for n, t in checkpoint.tensors.items() if t.role != "optimizer" and n.startswith(start)}
     common = [name for name in ours if name in theirs]
@@ -91,7 +91,7 @@ def match(ours: Mapping[str, Tensor], checkpoint: layout.Checkpoint, url: str, s
 
 
 def require_match(
-    found: Matched, ours: Mapping[str, Tensor], checkpoint: layout.Checkpoint, *, strict: bool, hint: str
+    found: Matched, ours: Mapping[str, Saved_], checkpoint: layout.Checkpoint, *, strict: bool, hint: str
 ) -> None:
     """Raises CheckpointError if shapes differ, or with `strict` if names do."""
     lines = [f"not in the checkpoint: {_list(found.missing)}"] if found.missing and strict else []

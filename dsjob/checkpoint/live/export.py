@@ -10,7 +10,6 @@ from torch import Tensor
 
 from dsjob import storage
 from dsjob.checkpoint.live.state import TrainingState
-from dsjob.optim.shards import whole
 
 
 def save_model(url: str, state: TrainingState, *, dtype: torch.dtype, writes: bool) -> None:
@@ -21,8 +20,8 @@ def save_model(url: str, state: TrainingState, *, dtype: torch.dtype, writes: bo
     """
     gathered: dict[str, Tensor] = {}
     # One tensor at a time, so that a rank's device holds at most one whole tensor beside its shards.
-    for name, tensor in {**state.weights, **state.buffers}.items():
-        full = whole(tensor.detach())
+    for name in [*state.weights, *state.buffers]:
+        full = state.gather(name)
         if writes:
             gathered[name] = full.to(dtype if full.is_floating_point() else full.dtype).cpu().contiguous()
     if not writes:

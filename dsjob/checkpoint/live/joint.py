@@ -11,9 +11,8 @@ from collections.abc import Callable, Collection, Mapping
 from typing import Any, Protocol
 
 import torch
-from torch import Tensor
 
-from dsjob.checkpoint.live.state import Shapes, TrainingState
+from dsjob.checkpoint.live.state import Saved, Shapes, TrainingState
 from dsjob.ranks.mesh import Ranks
 
 
@@ -38,11 +37,11 @@ class JointState:
         """See TrainingState. Maps each model's name to its value."""
         return {name: state.pretrained for name, state in self._states.items() if state.pretrained}
 
-    def model_tensors(self) -> dict[str, Tensor]:
+    def model_tensors(self) -> dict[str, Saved]:
         """See TrainingState."""
         return self._join(lambda state: state.model_tensors())
 
-    def optimizer_tensors(self) -> dict[str, Tensor]:
+    def optimizer_tensors(self) -> dict[str, Saved]:
         """See TrainingState."""
         return self._join(lambda state: state.optimizer_tensors())
 
@@ -56,7 +55,7 @@ class JointState:
         kind, owner, rest = name.split(".", 2)
         return self._states[owner].role(f"{kind}.{rest}")
 
-    def make_optimizer_tensors(self, shapes: Shapes) -> dict[str, Tensor]:
+    def make_optimizer_tensors(self, shapes: Shapes) -> dict[str, Saved]:
         """See TrainingState."""
         return {
             _name(full, name): tensor
@@ -65,7 +64,7 @@ class JointState:
         }
 
     def load_optimizer(
-        self, tensors: Mapping[str, Tensor], values: Mapping[str, Any], elsewhere: Collection[str] = ()
+        self, tensors: Mapping[str, Saved], values: Mapping[str, Any], elsewhere: Collection[str] = ()
     ) -> None:
         """See TrainingState."""
         others = dict.fromkeys(elsewhere)
@@ -94,7 +93,7 @@ class JointState:
         """See TrainingState."""
         return {name: state.scaler_values() for name, state in self._states.items()}
 
-    def _join(self, read: Callable[[TrainingState | JointState], dict[str, Tensor]]) -> dict[str, Tensor]:
+    def _join(self, read: Callable[[TrainingState | JointState], dict[str, Saved]]) -> dict[str, Saved]:
         return {_name(full, name): t for name, state in self._states.items() for full, t in read(state).items()}
 
 

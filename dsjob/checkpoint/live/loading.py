@@ -32,7 +32,8 @@ from dsjob.checkpoint.live.joint import JointState, Savable, name_part, view_sta
 from dsjob.checkpoint.live.objects import Kept, restore_objects
 from dsjob.checkpoint.live.rng import restore_rng
 from dsjob.checkpoint.live.shards import ShardReader
-from dsjob.checkpoint.live.state import TrainingState
+from dsjob.checkpoint.live.split_tensors import LoadPlanner
+from dsjob.checkpoint.live.state import Saved, TrainingState
 from dsjob.checkpoint.other.elsewhere import find_elsewhere
 from dsjob.checkpoint.other.foreign import Foreign
 from dsjob.checkpoint.root.catalog import Catalog
@@ -72,7 +73,7 @@ class Loader:
     def __init__(self, url: str, world: World, catalog: Catalog, objects: Kept) -> None:
         self._url, self._catalog, self._objects = url, catalog, objects
         self._everyone, self._data_rank, self._parts = world.everyone, world.data_rank, world.parts
-        self._stages, self._axes = world.pipe, world.axes
+        self._stages, self._axes, self._divided = world.pipe, world.axes, world.divided
 
     def load(
         self,
@@ -97,9 +98,9 @@ class Loader:
             hint = "load it into the model that it was saved from, or train in another output.dir"
             self._require_match(found, ours, checkpoint, strict=strict or found.is_foreign, hint=hint)
             weights = {name: ours[name] for name in found.taken}
-        else:
-            # The program receives whole tensors and may map names as it likes, so there is nothing to match.
-            weights = _make_tensors(checkpoint, layout.ROLES)
+        else:  # the program receives whole tensors and may map names as it likes, so there is nothing to match
+            wholes = _make_tensors(checkpoint, layout.ROLES)
+            weights = dict(wholes)
         saved = {n: (t.shape, DTYPES[t.dtype]) for n, t in checkpoint.tensors.items() if t.role == "optimizer"}
         job = on_all_ranks(self._everyone, lambda: read_job(opened.root, checkpoint)) if foreign is None else None
         kept = _make_tensors(checkpoint, (CLIENT,))
@@ -108,8 +109,8 @@ class Loader:
         tensors = self._restore(url, lambda: state.make_optimizer_tensors(saved) if optimizer else {})
         self._read(opened, {**weights, **tensors, **kept})
         if take is not None:
-            weights.update({name: weights[first] for name, first in checkpoint.aliases.items()})
-            take({name.removeprefix("model."): weight for name, weight in weights.items()})
+            wholes.update({name: wholes[first] for name, first in checkpoint.aliases.items()})
+            take({name.removeprefix("model."): weight for name, weight in wholes.items()})
         # Each rank has its own random generators. On a different number of ranks, they are reseeded from the seed and
         # the step, so that resuming twice gives the same numbers.
         same_world = self._is_same_world(checkpoint, values)
@@ -188,7 +189,7 @@ class Loader:
             raise CheckpointError(f"{self._url} holds a single model, saved by {found.program}; this job has several")
         return found
 
-    def _match(self, ours: Mapping[str, Tensor], checkpoint: layout.Checkpoint, url: str) -> Matched:
+    def _match(self, ours: Mapping[str, Saved], checkpoint: layout.Checkpoint, url: str) -> Matched:
         """See `match`. Raises CheckpointError if the number of model-parallel ranks differs."""
         saved = checkpoint.manifest.get("model_ranks", 1)
         if saved != self._parts.size:
@@ -203,27 +204,27 @@ class Loader:
         return replace(found, unused=[name for name in found.unused if name not in others])
 
     def _is_same_world(self, checkpoint: layout.Checkpoint, values: Mapping[str, Any]) -> bool:
-        """Whether the checkpoint was saved by as many ranks, with the same stages."""
-        axes = list(self._axes) if self._stages.size > 1 else None
+        """Whether the checkpoint was saved by as many ranks, with the same axes."""
+        axes = list(self._axes) if self._divided else None
         return len(values.get("rng", {})) == self._everyone.size and checkpoint.manifest.get("axes") == axes
 
     def _require_match(
-        self, found: Matched, ours: Mapping[str, Tensor], checkpoint: layout.Checkpoint, *, strict: bool, hint: str
+        self, found: Matched, ours: Mapping[str, Saved], checkpoint: layout.Checkpoint, *, strict: bool, hint: str
     ) -> None:
         """See `require_match`. A stage of a pipeline raises what another one has found."""
         check = lambda: require_match(found, ours, checkpoint, strict=strict, hint=hint)  # noqa: E731
         on_all_ranks(self._stages, check)
 
-    def _find_elsewhere(self, ours: Mapping[str, Tensor]) -> set[str]:
+    def _find_elsewhere(self, ours: Mapping[str, Saved]) -> set[str]:
         """The names of tensors that only other stages of the pipeline have. A collective if there are any."""
         return {name for names in all_gather(self._stages, list(ours)) for name in names} - set(ours)
 
-    def _read(self, opened: Opened, tensors: dict[str, Tensor]) -> None:
+    def _read(self, opened: Opened, tensors: Mapping[str, Saved]) -> None:
         """Fills `tensors`. Each rank reads only the boxes that it holds."""
         reader = ShardReader(opened.root, opened.checkpoint)
         with renamed(f"read {opened.url}"):
             # In place. For a DTensor, DCP asks only for the box of this rank; for a plain tensor, for all of it.
-            run_dcp(lambda **how: dcp.load(tensors, storage_reader=reader, **how))
+            run_dcp(lambda **how: dcp.load(dict(tensors), storage_reader=reader, planner=LoadPlanner(), **how))
 
     def _restore(self, url: str, action: Callable[[], T]) -> T:
         """Runs `action`, which restores values and must not be a collective. An error on one rank is raised on all."""

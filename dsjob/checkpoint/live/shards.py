@@ -13,7 +13,7 @@ from __future__ import annotations
 import dataclasses
 import hashlib
 import json
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from concurrent.futures import ThreadPoolExecutor
 from queue import SimpleQueue
 from typing import Any, BinaryIO, cast
@@ -29,13 +29,13 @@ from torch.distributed.checkpoint.metadata import (
 )
 from torch.distributed.checkpoint.planner import LoadPlan, LoadPlanner, ReadItem, SavePlan
 from torch.distributed.checkpoint.storage import StorageReader
-from torch.distributed.tensor import DTensor
 from torch.futures import Future
 
 from dsjob import storage
 from dsjob.checkpoint.format import zero_to_fp32 as layout
 from dsjob.checkpoint.format.dtypes import DTYPES, NAMES
 from dsjob.checkpoint.format.values import encode_json
+from dsjob.checkpoint.live.split_tensors import SplitTensor, find_layout, take_box
 from dsjob.errors import CorruptCheckpointError
 from dsjob.ops.disk import read_mapped
 from dsjob.ranks.agreement import all_gather, gather_on_rank_0, scatter
@@ -43,6 +43,7 @@ from dsjob.ranks.mesh import Ranks
 
 _SLICE, _SMALL = 8 << 20, 64 << 10  # bytes; anything smaller is hashed without waking another thread
 _READERS = 4  # threads per rank; each reads and verifies one chunk at a time
+Tensors = Mapping[str, Tensor | SplitTensor]
 _Chunk = dict[str, Any]  # as in a manifest: file, start, length, offsets, sizes, sha256
 
 
@@ -70,30 +71,30 @@ class Planner:
         self._places: list[tuple[str, tuple[int, ...]]] = []
         self._described: dict[str, TensorStorageMetadata] = {}
 
-    def plan(self, tensors: dict[str, Tensor]) -> tuple[list[Part], dict[str, TensorStorageMetadata]]:
+    def plan(self, tensors: Tensors) -> tuple[list[Part], dict[str, TensorStorageMetadata]]:
         """The parts of `tensors` that this rank writes, and on rank 0 the metadata of all tensors. A collective.
 
         Rank 0 writes replicated tensors. If ranks differ (as the buffers of batch norm may), rank 0's values are saved.
         """
         # Everything a plan depends on. Planning is a collective, so a new key on any rank makes all ranks plan.
         # tensor.shape is the whole shape, also of a shard.
-        key = [(name, tensor.shape, tensor.dtype, _find_layout(tensor)) for name, tensor in tensors.items()]
+        key = [(name, tensor.shape, tensor.dtype, find_layout(tensor)) for name, tensor in tensors.items()]
         if not all(all_gather(self._everyone, key == self._key)):
             self._key = None  # if planning fails on one rank only, all ranks must plan again next time
             self._places, self._described = _plan_anew(tensors, self._everyone)
             self._key = key
         # The plan stays, but the tensors may be new objects, so look them up by name each time.
-        parts = [Part(name, offsets, _take_own(tensors[name])) for name, offsets in self._places]
+        parts = [Part(name, offsets, take_box(tensors[name], offsets)) for name, offsets in self._places]
         return parts, self._described
 
 
 def _plan_anew(
-    tensors: dict[str, Tensor], everyone: Ranks
+    tensors: Tensors, everyone: Ranks
 ) -> tuple[list[tuple[str, tuple[int, ...]]], dict[str, TensorStorageMetadata]]:
     """The names and offsets of this rank's boxes, and on rank 0 the metadata of all tensors."""
     # dedup_save_to_lowest_rank: only the lowest rank that holds a replicated tensor writes it.
     planner = DefaultSavePlanner(flatten_state_dict=False, dedup_save_to_lowest_rank=True)
-    planner.set_up_planner(tensors, is_coordinator=everyone.rank == 0)
+    planner.set_up_planner(dict(tensors), is_coordinator=everyone.rank == 0)
     plans = gather_on_rank_0(everyone, planner.create_local_plan)
     described: dict[str, TensorStorageMetadata] = {}
 
@@ -107,16 +108,7 @@ def _plan_anew(
         (item.index.fqn, tuple(item.tensor_data.chunk.offsets)) for item in plan.items if item.tensor_data is not None
     ]
     # If a tensor has fewer rows than there are ranks, some ranks hold empty shards, which need not be written.
-    return [(name, offsets) for name, offsets in boxes if _take_own(tensors[name]).numel()], described
-
-
-def _find_layout(tensor: Tensor) -> Any:
-    return (tensor.device_mesh, tensor.placements) if isinstance(tensor, DTensor) else None
-
-
-def _take_own(tensor: Tensor) -> Tensor:
-    """This rank's part of a tensor: one box."""
-    return (tensor.to_local() if isinstance(tensor, DTensor) else tensor).detach()
+    return [(name, offsets) for name, offsets in boxes if take_box(tensors[name], offsets).numel()], described
 
 
 def write_shard(url: str, rank: int, world_size: int, parts: list[Part]) -> dict[str, Any]:

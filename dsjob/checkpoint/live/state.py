@@ -22,18 +22,22 @@ from torch.optim.lr_scheduler import LRScheduler, ReduceLROnPlateau
 
 from dsjob.checkpoint.format.values import decode, encode
 from dsjob.checkpoint.format.zero_to_fp32 import AVERAGE
+from dsjob.checkpoint.live.split_tensors import SplitTensor
 from dsjob.checkpoint.live.stages import take_own
 from dsjob.compute.loss_scale import LossScaler
 from dsjob.errors import CheckpointError
 from dsjob.optim.closed_form import ClosedForm
 from dsjob.optim.on_disk import StateOnDisk
 from dsjob.optim.onebit.own_gradients import count_ranks, list_own_state
+from dsjob.optim.shards import local, own_part, whole
+from dsjob.ranks.splits import Split
 from dsjob.torch_private import list_saved_buffers
 
 BY_RANK = "@rank"
 _ELSEWHERE = "dsjob run FOLDER/resolved.json output.dir=OTHER_FOLDER checkpoint.resume=FOLDER/, with your changes"
 NOT_KEPT = ("params", "exp_avg_mask")  # keys of a parameter group that checkpoints do not store
 Shapes = Mapping[str, tuple[tuple[int, ...], torch.dtype]]
+Saved = Tensor | SplitTensor  # by the names and with the shapes of the whole model
 
 
 @dataclass(frozen=True)
@@ -51,27 +55,47 @@ class TrainingState:
     pretrained: dict[str, Any] = field(default_factory=dict)  # see pretrained.describe_pretrained
     averages: Mapping[str, Tensor] = field(default_factory=dict)  # of masters, by name
     disk: StateOnDisk | None = None  # what makes new tensors of the optimizer's state, if not memory does
+    splits: Mapping[str, Split] = field(default_factory=dict)  # of weights whose layers ranks divide, by name
 
-    def model_tensors(self) -> dict[str, Tensor]:
+    def model_tensors(self) -> dict[str, Saved]:
         """Parameters and buffers under their checkpoint names."""
-        return {f"model.{name}": tensor.detach() for name, tensor in {**self.weights, **self.buffers}.items()}
+        return {f"model.{n}": self._place(n, t.detach()) for n, t in {**self.weights, **self.buffers}.items()}
 
-    def optimizer_tensors(self) -> dict[str, Tensor]:
+    def gather(self, name: str) -> Tensor:
+        """A weight or buffer: whole, in its own dtype. It may share memory with the live one. A collective."""
+        found = self.weights[name] if name in self.weights else self.buffers[name]
+        return whole(found.detach(), self.splits.get(name))
+
+    def fill(self, name: str, value: Tensor) -> None:
+        """Writes a whole value to a weight or buffer: this rank's part of it. Raises CheckpointError."""
+        place, split = {**self.weights, **self.buffers}[name], self.splits.get(name)
+        shape = place.shape if split is None else split.shape(place.shape)
+        if value.shape != shape:
+            raise CheckpointError(f"{name} has shape {list(shape)} in the model, {list(value.shape)} in the state dict")
+        local(place).copy_(own_part(value.to(device=self.device, dtype=place.dtype), place, split))
+
+    def _place(self, name: str, tensor: Tensor) -> Saved:
+        """A tensor that belongs to a parameter, as a part of the whole one if it is divided as the parameter is."""
+        split = self.splits.get(name)
+        divided = split is not None and tensor.shape == self.weights[name].shape
+        return SplitTensor(tensor, split) if split is not None and divided else tensor
+
+    def optimizer_tensors(self) -> dict[str, Saved]:
         """The optimizer's tensors under their checkpoint names."""
         # Asked in each save: the momenta of ZeroOneAdam differ between ranks only after its freeze step.
         own = list_own_state(self.optimizer)
-        tensors: dict[str, Tensor] = {}
+        tensors: dict[str, Saved] = {}
         for name, entry in self._optimizer_entries().items():
             # Entries that are not tensors go to state.json: see `optimizer_values`.
             for key, value in entry.items():
                 if isinstance(value, Tensor) and key in own:
                     tensors[f"optimizer.{name}.{key}{BY_RANK}"] = _stack_ranks(value)
                 elif isinstance(value, Tensor):
-                    tensors[f"optimizer.{name}.{key}"] = value
+                    tensors[f"optimizer.{name}.{key}"] = self._place(name, value)
         return tensors | self._average_tensors()
 
-    def _average_tensors(self) -> dict[str, Tensor]:
-        return {f"optimizer.{name}.{AVERAGE}": tensor for name, tensor in self.averages.items()}
+    def _average_tensors(self) -> dict[str, Saved]:
+        return {f"optimizer.{name}.{AVERAGE}": self._place(name, tensor) for name, tensor in self.averages.items()}
 
     def without_frozen(self) -> TrainingState:
         """This state without frozen parameters."""
@@ -108,16 +132,16 @@ class TrainingState:
             "values": {name: entry for name, entry in values.items() if entry},
         }
 
-    def make_optimizer_tensors(self, shapes: Shapes) -> dict[str, Tensor]:
+    def make_optimizer_tensors(self, shapes: Shapes) -> dict[str, Saved]:
         """Tensors to load into, for those of `shapes` (by checkpoint name) that belong to parameters of this model.
 
         Uses the optimizer's own tensors if they exist already. A new tensor is sharded like its parameter if it has the
         same shape, and otherwise whole on every rank. State that differs by rank is left out if the number of ranks has
         changed. Raises StorageError if the state is on a disk.
         """
-        made: dict[str, Tensor] = {}
-        live = {
-            f"optimizer.{name}.{key}": value
+        made: dict[str, Saved] = {}
+        live: dict[str, Any] = {
+            f"optimizer.{name}.{key}": self._place(name, value) if isinstance(value, Tensor) else value
             for name, entry in self._optimizer_entries().items()
             for key, value in entry.items()
         } | self._average_tensors()
@@ -135,21 +159,21 @@ class TrainingState:
             # Loading into the optimizer's own tensor saves a copy. A compiled optimizer also needs it to stay the same
             # object.
             kept = live.get(full)
-            if isinstance(kept, Tensor) and tuple(kept.shape) == tuple(shape) and kept.dtype == dtype:
+            if isinstance(kept, Tensor | SplitTensor) and tuple(kept.shape) == tuple(shape) and kept.dtype == dtype:
                 made[full] = kept
                 continue
             if full.endswith(f".{AVERAGE}"):
                 continue  # this run has no averages
-            if tuple(master.shape) != shape:
+            if tuple(self._place(name, master.data).shape) != tuple(shape):
                 made[full] = torch.empty(shape, dtype=dtype)
             elif self.disk is not None and master.device.type == "cpu":
-                made[full] = self.disk.make(master.data, dtype)
+                made[full] = self._place(name, self.disk.make(master.data, dtype))
             else:
-                made[full] = torch.empty_like(master.data, dtype=dtype)
+                made[full] = self._place(name, torch.empty_like(master.data, dtype=dtype))
         return made
 
     def load_optimizer(
-        self, tensors: Mapping[str, Tensor], values: Mapping[str, Any], elsewhere: Collection[str] = ()
+        self, tensors: Mapping[str, Saved], values: Mapping[str, Any], elsewhere: Collection[str] = ()
     ) -> None:
         """Restores the optimizer. elsewhere: checkpoint names of tensors that only other stages of a pipeline have.
 
@@ -184,6 +208,7 @@ class TrainingState:
             name, _, key = full.removeprefix("optimizer.").rpartition(".")
             if key == AVERAGE:
                 continue  # it was loaded in place
+            tensor = tensor.tensor if isinstance(tensor, SplitTensor) else tensor
             if key.endswith(BY_RANK) and isinstance(tensor, DTensor):
                 # This rank's row of [ranks, ...].
                 key, tensor = key.removesuffix(BY_RANK), tensor.to_local()[0]

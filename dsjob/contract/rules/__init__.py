@@ -5,10 +5,10 @@ if a problem with its shape has already been reported. It yields the places that
 Rules know nothing about files, lines or the world size.
 """
 
-from dsjob.contract.rules import course, engines, methods, pipelines, spreading
+from dsjob.contract.rules import course, engines, methods, pipelines, spreading, tensors
 from dsjob.contract.rules.table import RULES as RULES
 
-__all__ = ["EXPLANATIONS", "RULES", "course", "engines", "methods", "pipelines", "spreading"]
+__all__ = ["EXPLANATIONS", "RULES", "course", "engines", "methods", "pipelines", "spreading", "tensors"]
 
 _SHAPE = {
     "unknown-key": "A key that the contract does not have is a typo, or it is at the wrong level. Other tools ignore "
@@ -27,8 +27,8 @@ _SHAPE = {
     "given-twice": "A key and another spelling of it are both given, but only one of them can count.",
     "conflict": "The job file and the DeepSpeed config give different values for the same setting.",
     "batch": "train_batch must equal micro_batch x grad_accum x data-parallel world size, all of them at least 1.",
-    "model-ranks": "Several ranks hold one model together (pipeline.stages, trainer.model_parallel_size), so the "
-    "number of ranks must be a multiple of theirs.",
+    "model-ranks": "Several ranks hold one model together (pipeline.stages, tensor_parallel.size, "
+    "trainer.model_parallel_size), so the number of ranks must be a multiple of theirs.",
     "syntax": "The text is not valid JSON or YAML.",
     "duplicate-key": "A key occurs twice in one object. JSON and YAML readers silently keep the last one.",
     "number": "The number does not fit into a 64-bit float.",

@@ -1,0 +1,22 @@
+"""The section `tensor_parallel` as a typed value; part of `contract.spec`."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import NewType
+
+DividingPlan = NewType("DividingPlan", object)  # "auto", or styles by patterns of module names
+
+
+@dataclass(frozen=True, slots=True)
+class TensorParallel:
+    """autotp_size: DeepSpeed's name of `size`."""
+
+    size: int
+    autotp_size: int
+    plan: DividingPlan
+
+    @property
+    def ranks(self) -> int:
+        """The ranks among which layers are divided."""
+        return max(self.size, self.autotp_size)

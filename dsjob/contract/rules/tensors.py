@@ -1,0 +1,65 @@
+"""Rules about tensor parallelism: what cannot be combined with layers that ranks divide among them, and why."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+
+from dsjob.contract.model_ranks import read_tensor_size
+from dsjob.contract.rules.spreading import STEPPED_IN_PARTS
+from dsjob.contract.rules.table import Document, Finding, enter, is_driven, is_on, read
+
+# Optimizers that need a parameter as a whole, and know how ranks divide it.
+_KNOW_PARTS = ("lamb", "muon")
+_OFF = "leave it out, or leave tensor_parallel out"
+
+
+@enter("tensor-size-twice")
+def _one_size(document: Document) -> Iterator[Finding]:
+    """autotp_size is DeepSpeed's name of size. Only one of two values can count."""
+    size, theirs = read(document, "tensor_parallel.size", 1), read(document, "tensor_parallel.autotp_size", 0)
+    if theirs > 1 and size > 1 and size != theirs:
+        yield "tensor_parallel.autotp_size", f"is {theirs}, but tensor_parallel.size is {size}", "keep one of them"
+
+
+@enter("tensor-parallel-with", whole=True)
+def _with(document: Document) -> Iterator[Finding]:
+    """Ranks divide the layers of one model by its plan. Several models, an mpu, which divides the ranks itself, or
+    DeepSpeed's engine would divide something else."""
+    if read_tensor_size(document) == 1:
+        return
+    if is_driven(document):
+        yield "engine", "deepspeed cannot be combined with tensor_parallel", "use engine: dsjob"
+    if document.get("models"):
+        yield "models", "cannot be combined with tensor_parallel", "train one model, or leave tensor_parallel out"
+    if read(document, "trainer.mpu"):
+        yield "trainer.mpu", "cannot be combined with tensor_parallel, which divides the ranks itself", "leave it out"
+
+
+@enter("tensor-parallel-compiled")
+def _compiled(document: Document) -> Iterator[Finding]:
+    """Divided layers exchange activations in the midst of a block, in a way that the compiler does not see through."""
+    if read_tensor_size(document) > 1 and is_on(document, "compile"):
+        yield "compile.enabled", "cannot be combined with tensor_parallel", _OFF
+
+
+@enter("tensor-parallel-groups")
+def _groups(document: Document) -> Iterator[Finding]:
+    """MiCS and hpZ make groups among all ranks of the job. With tensor parallelism, only some of these hold the same
+    parts of a model."""
+    for key, off in (("mics_shard_size", -1), ("zero_hpz_partition_size", 1)):
+        size = read(document, f"zero_optimization.{key}", off)
+        if read_tensor_size(document) > 1 and isinstance(size, int) and size > 1:
+            place = f"zero_optimization.{key}"
+            yield place, f"{size} cannot be combined with tensor_parallel", "leave it out to shard over all ranks"
+
+
+@enter("tensor-parallel-optimizer")
+def _optimizer(document: Document) -> Iterator[Finding]:
+    """A rank has only parts of parameters. An optimizer must update each element on its own, or know how parameters are
+    divided. Others would compute norms, factors or signs of the parts."""
+    kind = read(document, "optimizer.type")
+    if read_tensor_size(document) == 1 or not isinstance(kind, str):
+        return
+    if kind.lower() not in (*STEPPED_IN_PARTS, *_KNOW_PARTS):
+        known = ", ".join((*STEPPED_IN_PARTS, *_KNOW_PARTS))
+        yield "optimizer.type", f"{kind} cannot be combined with tensor_parallel", f"use one of {known}"
