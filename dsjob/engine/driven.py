@@ -218,11 +218,19 @@ class DrivenEngine(Engine):
             part: Tensor = self.driven.backward(loss, retain_graph=retain_graph, scale_wrt_gas=scale_wrt_gas)
         return part
 
-    def run_step(self, micro_batches: Sequence[Any], loss: Callable[[Any, Any], Tensor]) -> Tensor:
+    def run_step(
+        self,
+        micro_batches: Sequence[Any],
+        loss: Callable[[Any, Any], Tensor],
+        before_step: Callable[[], None] | None = None,
+    ) -> Tensor:
         self._require_whole_step(micro_batches)
         parts = []
-        for batch in micro_batches:  # DeepSpeed divides, scales and counts itself
+        for left, batch in zip(reversed(range(len(micro_batches))), micro_batches, strict=True):
+            # DeepSpeed divides, scales and counts itself.
             parts.append(self.backward(loss(call_model(self, batch), batch)).detach())
+            if before_step is not None and not left:
+                before_step()
             self.step()
         return torch.stack(parts).float().sum()
 

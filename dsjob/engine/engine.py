@@ -135,32 +135,29 @@ class Engine(Saving):
                     self.strategy.end_backward()
         return part
 
-    def run_step(self, micro_batches: Sequence[Any], loss: Callable[[Any, Any], Tensor]) -> Tensor:
+    def run_step(
+        self,
+        micro_batches: Sequence[Any],
+        loss: Callable[[Any, Any], Tensor],
+        before_step: Callable[[], None] | None = None,
+    ) -> Tensor:
         """Takes one optimizer step, as `forward`, `backward` and `step` of each micro batch would, perhaps in another
         order. micro_batches: `rhythm.accumulation` batches on the device. Each is passed to the model as
-        keyword arguments if it is a mapping, as positional arguments if it is a tuple or list, or else as one argument.
-        loss(outputs, batch): returns a scalar, the mean over the micro batch.
+        keyword arguments if it is a mapping, as positional arguments if it is a tuple or list, or else as one argument;
+        a `MicroBatch` says so itself. loss(outputs, batch): returns a scalar, the mean over the micro batch.
+        before_step: is called after the last backward pass, before gradients are reduced.
 
         Returns the mean loss over this rank's micro batches, a detached scalar. Raises UsageError in the middle of a
         step, and if the number of micro batches is wrong.
         """
-        return self.run_passes([MicroBatch(*spread(batch), target=batch) for batch in micro_batches], loss)
-
-    def run_passes(
-        self,
-        micro_batches: Sequence[MicroBatch],
-        loss: Callable[[Any, Any], Tensor],
-        before_step: Callable[[], None] | None = None,
-    ) -> Tensor:
-        """Like `run_step`, with what the model is called with. before_step: is called after the last backward pass,
-        before gradients are reduced."""
         self._require_whole_step(micro_batches)
         count = len(micro_batches)
+        together = [b if isinstance(b, MicroBatch) else MicroBatch(*spread(b), target=b) for b in micro_batches]
         # Read now, because `step` may change it.
         scale = self.loss_scale()
         try:
             with drive():
-                losses = self.strategy.run_step(micro_batches, lambda outputs, b: self.scale(loss(outputs, b) / count))
+                losses = self.strategy.run_step(together, lambda outputs, b: self.scale(loss(outputs, b) / count))
         except BaseException:
             self.strategy.drop_gradients()  # else a retry would add to them
             raise

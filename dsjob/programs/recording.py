@@ -88,9 +88,9 @@ class _Recorded(engine.DeepSpeedEngine):
         writes = self._guard.is_here and self.global_rank == 0
         self._recorder = Recorder(self._guard.run_dir if writes else "", self.made, self.config)
 
-    def run_passes(self, *args: Any, **kwargs: Any) -> Tensor:
+    def run_step(self, *args: Any, **kwargs: Any) -> Tensor:
         before = self.global_steps
-        loss = super().run_passes(*args, **kwargs)
+        loss = super().run_step(*args, **kwargs)
         self._recorder.add_loss(loss)
         self._note_step(before)
         return loss

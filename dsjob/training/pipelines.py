@@ -231,7 +231,7 @@ class PipelinedStep:
             return loss
 
         micro_batches = [MicroBatch(*_capture(objective, pair[0]), target=pair) for pair in pairs]
-        loss = engine.run_passes(micro_batches, compute, lambda: self._settle(engine, last))
+        loss = engine.run_step(micro_batches, compute, lambda: self._settle(engine, last))
         named = {name: torch.stack(values).mean() for name, values in found.items()} if engine.world.reports else {}
         rest = [name for name in objective.name([None] * max(1, len(objective.losses))) if name != "loss"]
         return {"loss": loss, **{name: named.get(name, torch.zeros_like(loss)) for name in rest}}

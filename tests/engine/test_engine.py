@@ -14,7 +14,7 @@ PUBLIC = """
 backward config count_parameters counters destroy device divide_gradients divides_gradients driver eval forward
 get_global_grad_norm get_lr global_rank global_samples global_steps is_gradient_accumulation_boundary last_lr
 load_checkpoint load_module_state_dict loss_scale lr_scheduler module module_state_dict no_sync offload_states
-optimizer precision reload_states restore_counters rhythm run_passes run_step save_16bit_model save_checkpoint scale
+optimizer precision reload_states restore_counters rhythm run_step save_16bit_model save_checkpoint scale
 set_gradient_accumulation_boundary set_lr skipped_steps spec state step strategy train was_step_applied world
 world_size zero_grad zero_stage
 """

@@ -99,7 +99,7 @@ class PipelineEngine(DeepSpeedEngine):
             self._batches = data_iter
         given = self._read_batch(self._require_data(), self.micro_batches)
         self.module.train()
-        return self._average(self.run_passes(given, self._compute_loss))
+        return self._average(self.run_step(given, self._compute_loss))
 
     def eval_batch(
         self,
