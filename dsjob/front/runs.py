@@ -64,7 +64,7 @@ def list_runs(folder: str = "outputs") -> list[RunInfo]:
     Raises UsageError if there is no such folder.
     """
     if not os.path.isdir(folder):
-        raise UsageError(f"there is no folder {folder}", hint="dsjob runs FOLDER")
+        raise UsageError(f"there is no folder {folder}", hint="name a folder that contains runs")
     return sorted(map(describe, _find(folder, 0)), key=lambda run: (-run.updated, run.folder))
 
 

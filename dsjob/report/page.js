@@ -48,12 +48,14 @@ function average(values) {
 function drawChart(place, chart) {
   const { line, layout } = base();
   const axis = { gridcolor: line, linecolor: line, zeroline: false, automargin: true, fixedrange: narrow.matches };
+  // All curves of a chart alike, also those of shorter runs.
+  const longest = chart.lines.reduce((most, each) => Math.max(most, each.x.length), 0);
   const traces = chart.lines.filter(({ run }) => !hidden.has(run)).flatMap(({ run, x, y }) => {
     const named = { x, type: "scatter", name: plain(shorten(data.runs[run], 40)),
       hovertemplate: "%{y:.6~g}" + (several ? "" : "<extra></extra>") };
     const drawn = { color: color(run), dash: dash(run), width: 2 };
-    const mode = x.length < 30 ? "lines+markers" : "lines";
-    if (!smooth || !chart.noisy || x.length < 30) return [{ ...named, y, mode, line: drawn }];
+    const mode = longest < 30 || x.length === 1 ? "lines+markers" : "lines";
+    if (!smooth || !chart.noisy || longest < 30) return [{ ...named, y, mode, line: drawn }];
     return [{ ...named, y, mode, line: { ...drawn, width: 1 }, opacity: 0.25, hoverinfo: "skip", hovertemplate: null },
       { ...named, y: average(y), mode, line: drawn }];
   });
@@ -75,7 +77,7 @@ function drawChart(place, chart) {
 // Where each value is on its axis, from 0 to 1. A run without a result has null there.
 function place(values, texts) {
   const known = values.filter((each) => each !== null), least = Math.min(...known);
-  const scale = !texts && least > 0 && Math.max(...known) >= 30 * least ? Math.log : Number;
+  const scale = !texts && least > 0 && Math.max(...known) >= 10 * least ? Math.log : Number;
   const low = scale(least), high = scale(Math.max(...known));
   return values.map((each) => (each === null ? null : high > low ? (scale(each) - low) / (high - low) : 0.5));
 }
@@ -113,13 +115,14 @@ function drawParallel(where) {
 
 const show = (value) => (value === null ? "–" : Math.abs(value) >= 1e4 || (value !== 0 && Math.abs(value) < 1e-3) ? value.toExponential(2).replace(/\.?0+e/, "e").replace("+", "") : String(Number(value.toPrecision(4))));
 
-// The name of an axis, and its values: of texts all, of numbers those at the ends.
+// The name of an axis, and its values: those at the ends, and as many others as there is room for.
 function label({ label: name, values, texts }, places, index, lying, last) {
   const note = { showarrow: false, xref: "x", yref: "y", font: { size: 11 } };
   const at = new Map();
   values.forEach((value, run) => value === null || at.set(places[run], texts ? texts[value] : show(value)));
   const ends = [Math.min(...at.keys()), Math.max(...at.keys())];
-  const shown = [...at].filter(([where]) => (texts && at.size <= 6) || ends.includes(where));
+  const gap = lying ? 0.2 : 0.06, shown = [...at].filter(([where]) => ends.includes(where));
+  for (const each of at) if (shown.every(([where]) => Math.abs(where - each[0]) >= gap)) shown.push(each);
   const length = lying ? Math.floor(40 / Math.max(2, shown.length)) : 18;
   const named = { ...note, text: `<b>${plain(shortenPath(name, lying ? 44 : Math.max(12, Math.floor(150 / (last + 1)))))}</b>`, font: { size: 12 } };
   return lying

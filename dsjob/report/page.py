@@ -9,6 +9,7 @@ from __future__ import annotations
 import base64
 import hashlib
 import json
+import re
 import time
 from collections.abc import Sequence
 from html import escape
@@ -32,6 +33,11 @@ _NAMED = {  # title and unit
     "tokens_per_second": ("Tokens per second", "tokens/s"),
     "memory/peak_gib": ("Peak of memory", "GiB"),
 }
+_PARTS = (  # pattern, title and unit
+    (r"memory/(\w+)_gib", "Memory: {}", "GiB"),
+    (r"time/(\w+)_ms", "Time: {}", "ms"),
+    (r"time/(\w+)_share", "Share of time: {}", ""),
+)
 _AXES = 8  # settings in the parallel coordinates
 
 
@@ -115,10 +121,18 @@ def _make_data(runs: Sequence[Reported], names: Sequence[str]) -> dict[str, Any]
             if points and (any(ys) or metric != "tokens_per_second"):  # 0 where samples are not tokens
                 lines.append({"run": index, "x": xs, "y": ys, "notFinite": curve.not_finite})
         if metric not in _NOT_DRAWN and lines:
-            title, unit = _NAMED.get(metric, (metric, ""))
-            noisy = metric.rpartition("/")[2] not in _SMOOTH
+            title, unit = _NAMED.get(metric) or _name_part(metric)
+            noisy = metric.rpartition("/")[2] not in _SMOOTH and not metric.startswith("memory/")
             charts.append({"title": title, "unit": unit, "metric": metric, "noisy": noisy, "lines": lines})
     return {"runs": list(names), "charts": charts, "axes": _make_axes(runs) if len(runs) > 1 else []}
+
+
+def _name_part(metric: str) -> tuple[str, str]:
+    """The title and unit of what `MemoryUse` and `WallClock` measure of a part of training; of others, the name."""
+    for pattern, title, unit in _PARTS:
+        if found := re.fullmatch(pattern, metric):
+            return title.format(found[1]), unit
+    return metric, ""
 
 
 def _place(metric: str) -> tuple[int, int]:

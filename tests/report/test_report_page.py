@@ -26,7 +26,8 @@ def write_run(folder: Path, name: str, lr: float, **document: object) -> None:
         **document,
     }
     (folder / "resolved.json").write_text(json.dumps(content))
-    records = [{"step": step, "loss": lr / step, "lr": lr, HOSTILE: 1.0} for step in range(1, 50)]
+    memory = {"memory/weights_gib": 1.5}
+    records = [{"step": step, "loss": lr / step, "lr": lr, HOSTILE: 1.0, **memory} for step in range(1, 50)]
     lines = [*map(json.dumps, records), '{"step": 50, "loss": null}', '{"step": 51, "lo']
     (folder / "metrics.jsonl").write_text("\n".join(lines))
     (folder / "result.json").write_text(json.dumps({"status": "failed", "error": HOSTILE}))
@@ -49,7 +50,8 @@ def test_the_page_holds_the_curves_and_settings_and_escapes_names(page: Path) ->
     assert found
     data = json.loads(found[1])
     assert set(data["runs"]) == {HOSTILE, "b"}
-    assert [chart["metric"] for chart in data["charts"]] == ["loss", "lr", HOSTILE]
+    titles = [(chart["title"], chart["unit"]) for chart in data["charts"]]
+    assert titles == [("Training loss", ""), ("Learning rate", ""), (HOSTILE, ""), ("Memory: weights", "GiB")]
     assert [(len(line["x"]), line["notFinite"]) for line in data["charts"][0]["lines"]] == [(49, 1)] * 2
     assert {"optimizer.params.lr", "model.size", "loss"} <= {axis["label"] for axis in data["axes"]}
     assert "<td>checkpoint.keep</td>" in text
@@ -88,7 +90,7 @@ def test_a_browser_draws_every_curve(page: Path, tmp_path: Path, width: int, dar
         assert [url for url in browser.requests if not url.startswith(("file:", "data:", "blob:"))] == []
         assert browser.evaluate("document.title") == "2 runs · dsjob"
         assert browser.evaluate("document.documentElement.scrollWidth") == width
-        assert browser.evaluate("document.querySelectorAll('#curves .scatterlayer .trace').length") == 3 * 2 + 2 * 2
+        assert browser.evaluate("document.querySelectorAll('#curves .scatterlayer .trace').length") == 4 * 2 + 2 * 2
         # Charts and text fit their cards, and the axes lie on a phone.
         edges = "[...document.querySelectorAll('.main-svg text')].map((each) => each.getBoundingClientRect())"
         assert browser.evaluate(f"{edges}.every((box) => box.left >= 0 && box.right <= {width})")
@@ -107,7 +109,7 @@ def test_a_browser_draws_every_curve(page: Path, tmp_path: Path, width: int, dar
         browser.evaluate(click)
         assert browser.evaluate(order) == [HOSTILE, "b"]
         browser.evaluate("document.querySelector('#controls button').click()")
-        assert browser.evaluate("document.querySelectorAll('#curves .scatterlayer .trace').length") == 3 + 2
+        assert browser.evaluate("document.querySelectorAll('#curves .scatterlayer .trace').length") == 4 + 2
         # A constant is not drawn at the height of 0.
         rates = "document.querySelectorAll('#curves .plot')[1]._fullLayout.yaxis.range"
         assert browser.evaluate(rates) == [0, 0.2]
