@@ -97,8 +97,11 @@ def _describe_engine(engine: Engine) -> Rows:
         *_describe_blocks(spec),
     ]
     if engine.optimizer is not None:
-        given = spec.optimizer.params if spec.optimizer else {}
-        rate = f", lr {given['lr']:g}" if isinstance(given.get("lr"), (int, float)) else ""
+        # Without a schedule, the optimizer's own: it need not be the document's (create_optimizer).
+        group = engine.optimizer.param_groups[0]
+        chosen = spec.optimizer.params.get("lr") if spec.scheduler and spec.optimizer else None
+        lr = chosen or group.get("initial_lr", group.get("lr"))
+        rate = f", lr {lr:g}" if isinstance(lr, (int, float)) else ""
         schedule = f", {spec.scheduler.label}" if spec.scheduler else ""
         clipping = f", clipping {spec.gradient_clipping:g}"
         rows.append(("optimizer", f"{type(engine.optimizer).__name__}{rate}{schedule}{clipping}"))
