@@ -99,6 +99,8 @@ class Source:
             if kind == "parquet":
                 yield from self._take_columns(_read_parquet(file, list(self.columns.values()), url), url)
             elif kind == "txt":
+                if self.columns != {"text": "text"}:
+                    raise DataError(f"{url} is a text file, which has no columns", hint="leave out columns")
                 yield from _read_lines(file, url) if self.lines else _read_whole(file, url)
             else:
                 yield from self._take_columns(_READERS[kind](file, url), url)

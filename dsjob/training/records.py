@@ -182,5 +182,6 @@ def _require_finite(run: Run, what: str, value: float, step: int) -> None:
         good = f"the last good checkpoint is {saved}" if saved else "there is no checkpoint yet"
         raise NonFiniteLossError(
             f"{what} became {value} in step {step}; {good}",
-            hint="lower optimizer.params.lr, lengthen the warm-up, lower gradient_clipping, or inspect that batch",
+            hint="lower optimizer.params.lr, lengthen the warm-up or lower gradient_clipping; the callback"
+            " dsjob.callbacks.NanGuard names the parameter, and can skip such steps",
         )

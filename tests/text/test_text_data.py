@@ -86,6 +86,8 @@ def test_lines_of_text_files_are_texts_or_a_file_is_one(tmp_path: Path, monkeypa
     assert list_texts(Text(str(tmp_path), lines=False)) == ["one\n\ntwo\n", "three"]
     listed = [str(tmp_path / "b.txt"), str(tmp_path / "a.txt")]
     assert list_texts(Text(listed, max_samples=2)) == ["three", "one"]
+    with pytest.raises(DataError, match=r"a\.txt is a text file, which has no columns"):
+        Text(str(tmp_path / "a.txt"), columns={"prompt": "q"})
 
 
 def test_texts_come_from_urls() -> None:
