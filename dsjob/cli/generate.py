@@ -80,10 +80,13 @@ def _generate(
         prompts = args.prompt
         if args.prompts is not None and prompts:
             raise UsageError("--prompt and --prompts exclude each other", hint="put all prompts into the file")
-        if args.prompts == "-":
+        if args.prompts is not None:
             from dsjob.text.prompts import read_prompts
 
-            prompts = read_prompts(sys.stdin.read(), "the standard input")
+            if args.prompts == "-":
+                prompts = read_prompts(sys.stdin.read(), "the standard input")
+            else:  # the ranks read it; here, before anything costs time, its mistakes are found
+                read_prompts(storage.read_text(args.prompts), args.prompts)
         file = args.prompts if args.prompts not in (None, "-") else stack.enter_context(writing(prompts))
         if which := chosen.describe_weights(ema=args.ema):
             print(f"weights  {which}", file=sys.stderr)  # noqa: T201

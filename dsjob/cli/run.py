@@ -183,9 +183,17 @@ def _find_unused(composed: Composed, run_dir: str) -> list[str]:
     for path, override in composed.overrides.items():
         before, value = get_at(kept, path, None), get_at(composed.document, path, None)
         # Not `auto` and old keys, which are resolved to other values, and not what `longer` sets.
-        if None not in (before, value) and before != value != "auto" and path[-1] not in _LIMITS:
+        taken = value == "auto" or _contains(before, value)
+        if None not in (before, value) and not taken and path[-1] not in _LIMITS:
             found.append(shlex.quote(hide_value(override)))
     return found
+
+
+def _contains(kept: Any, value: Any) -> bool:
+    """Whether a resolved value, which also has defaults, is the given one."""
+    if isinstance(kept, dict) and isinstance(value, dict):
+        return all(_contains(kept.get(key), item) for key, item in value.items())
+    return bool(kept == value)
 
 
 def _sweep(composed: Composed) -> str:

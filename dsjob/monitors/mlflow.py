@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 import time
 from collections.abc import Sequence
 from typing import Any
@@ -25,6 +26,10 @@ class MlflowMonitor(Monitor):
         from mlflow.entities import Param
         from mlflow.tracking import MlflowClient
 
+        uri = self._section.tracking_uri
+        if uri is not None and (uri.startswith("file:") or ":" not in uri):
+            # MLflow 3 refuses folders unless this is set. The document has chosen one.
+            os.environ.setdefault("MLFLOW_ALLOW_FILE_STORE", "true")
         self._client = client = MlflowClient(tracking_uri=self._section.tracking_uri)
         known = client.get_experiment_by_name(self._section.experiment)
         experiment = known.experiment_id if known else client.create_experiment(self._section.experiment)

@@ -234,8 +234,9 @@ def _say_finished(run: Run, tasks: Tasks, run_dir: str, display: Display) -> Res
     done = beyond if run.step > run.max_steps else f"step {run.step:,} of {run.max_steps:,}"
     more = tasks.evaluator is not None or tasks.predictor is not None
     undone = "nothing was trained" if run.progress.last_evaluation or more else "nothing was trained or evaluated"
+    again = f"; to evaluate it, run dsjob eval {run_dir}" if run.evaluator is not None and not more else ""
     new = "to train with other settings, set a new output.dir"
-    display.say("already finished", f"{done}: {undone}; to train longer, set {longer}; {new}")
+    display.say("already finished", f"{done}: {undone}; to train longer, set {longer}{again}; {new}")
     if more:
         load_best(run)
     return _end_untrained(run, tasks, run_dir, display)

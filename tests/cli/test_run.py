@@ -44,10 +44,12 @@ def test_a_resolved_document_repeats_the_run(job: Path) -> None:
 
 def test_a_run_folder_is_continued(job: Path) -> None:
     assert dsjob("cfg.json", "output.dir=whole", "trainer.max_steps=9", cwd=job).returncode == 0
-    assert dsjob("cfg.json", cwd=job).returncode == 0
+    first = dsjob("cfg.json", "+monitor={csv_monitor: {enabled: true}}", cwd=job)
+    assert "  continue   dsjob run run trainer.max_steps=12\n" in first.stdout, first.stderr
     again = dsjob("run", "run", cwd=job)
     _, told, following, *_ = again.stdout.splitlines()
-    longer = "to train longer, set trainer.max_steps=12; to train with other settings, set a new output.dir"
+    new = "to evaluate it, run dsjob eval run; to train with other settings, set a new output.dir"
+    longer = f"to train longer, set trainer.max_steps=12; {new}"
     assert (told, following) == (f"already finished  step 6 of 6: nothing was trained or evaluated; {longer}", "next")
     changed = dsjob("run", "run", "optimizer.params.lr=1e-4", cwd=job)  # not used, so it has to be given again
     assert "  continue   dsjob run run trainer.max_steps=12 optimizer.params.lr=1e-4\n" in changed.stdout

@@ -142,7 +142,7 @@ def test_mlflow_in_a_folder(tmp_path: Path) -> None:
     section = {"enabled": True, "tracking_uri": store, "experiment": "mine"}
     with pytest.MonkeyPatch.context() as patch:
         patch.setenv("MLFLOW_ALLOW_FILE_STORE", "true")
-        wanted = run_killed(tmp_path, {"mlflow": section}, MLFLOW_ALLOW_FILE_STORE="true")
+        wanted = run_killed(tmp_path, {"mlflow": section})
         client = MlflowClient(tracking_uri=store)
         (run,) = client.search_runs([client.get_experiment_by_name("mine").experiment_id])
         found = {name: [(m.step, m.value) for m in client.get_metric_history(run.info.run_id, name)] for name in wanted}

@@ -255,7 +255,8 @@ def find_commit(source: Folder, wanted: str | None = None) -> dict[str, Any]:
     if not tags:
         place = f"no committed checkpoint in {source.root}"
         if source.names("attempts"):
-            raise NothingThere(f"{place}: its save was interrupted, or is still running", "choose an older checkpoint")
+            hint = "wait for the first save, or name another folder"
+            raise NothingThere(f"{place}: no run has completed a save there", hint)
         raise NothingThere(place, "name the folder of a run, or the folder `checkpoints` in it")
     if wanted is None:
         # Tags such as step-00000120 contain their step, so their records need not be read: on an object store, each
