@@ -45,7 +45,7 @@ def compare(world: World, folder: str, kind: str, precision: str, accumulation: 
         "state beside them": {**on_disk(folder, buffer_count=1), **on("nvme", folder)},
         "state on another disk": {**on_disk(folder, buffer_count=2), **on("nvme", f"{folder}/other")},
         "large blocks": on_disk(folder, buffer_size=1),
-        "some in memory": on_disk(folder, max_in_cpu=2000),
+        "some in memory": on_disk(folder, max_in_cpu=800),
     }
     for name, place in places.items():
         ours = build(place)
