@@ -68,11 +68,19 @@ _ALL = (
         "torch's operators",
         ("TRANSFORMER",),
     ),
+    Op(
+        "lamb",
+        "cuda",
+        "optimizer.type Lamb, for parameters on GPUs, once it has been built ahead",
+        "torch's operators",
+        ("LAMB", "FUSED_LAMB"),
+    ),
 )
 # The ops in plain torch: who uses each.
 PLAIN = {
     "linear_cross_entropy": "models of transformers with many logits, loss._target_: dsjob.linear_cross_entropy",
-    "fused_adam": "optimizer.type Adam and AdamW on GPUs: torch's own fused kernels",
+    "fused_adam": "optimizer.type Adam and AdamW on GPUs: torch's own fused kernels, which move each byte once",
+    "foreach_lion": "optimizer.type Lion on GPUs: torch's operators for lists of tensors",
 }
 OPS: dict[str, Op] = {op.name: op for op in _ALL}
 

@@ -108,6 +108,7 @@ class Ops:
     cpu_optimizers: Literal["auto", "require", "off"]
     onebit: Literal["auto", "require", "off"]
     transformer: Literal["auto", "require", "off"]
+    lamb: Literal["auto", "require", "off"]
     linear_cross_entropy: Literal["auto", "require", "off"]
 
 

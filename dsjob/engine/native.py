@@ -10,10 +10,11 @@ from torch.optim import Optimizer
 
 from dsjob.contract.spec import Ops
 from dsjob.errors import BuildError
-from dsjob.ops import cpu_optimizers, fused, onebit
+from dsjob.ops import cpu_optimizers, fused, lamb, onebit
 from dsjob.ops.registry import OPS, Wish
 from dsjob.ops.transformer import DeepSpeedTransformerLayer
 from dsjob.optim.host import KERNELS, WORTHWHILE, can_step_on_host, prefer_kernels
+from dsjob.optim.lamb import Lamb
 from dsjob.optim.onebit.compressing import CompressingOptimizer
 from dsjob.optim.onebit.own_gradients import count_ranks
 from dsjob.ranks.agreement import all_gather
@@ -24,6 +25,7 @@ def choose_ops(optimizer: Optimizer, masters: Iterable[Tensor], ops: Ops, world:
     """Chooses what steps the optimizer, and what compresses. A collective."""
     found = list(masters)
     _choose_kernels(optimizer, found, ops.cpu_optimizers, world)
+    _choose_lamb(optimizer, found, ops.lamb, world)
     _choose_compression(optimizer, found, ops.onebit, world)
 
 
@@ -46,6 +48,21 @@ def _choose_kernels(optimizer: Optimizer, masters: Sequence[Tensor], wish: Wish,
         return
     if _agree("cpu_optimizers", cpu_optimizers.find_problem(), wish, world, "step the optimizer on the host"):
         prefer_kernels(optimizer)
+
+
+def _choose_lamb(optimizer: Optimizer, masters: Sequence[Tensor], wish: Wish, world: World) -> None:
+    """Lets Lamb step the masters that are on a GPU with fused kernels, if the document wishes so. A collective.
+
+    All data-parallel ranks use them, or none. Raises BuildError where they are required and cannot be used.
+    """
+    if wish == "off":
+        return
+    if not isinstance(optimizer, Lamb) or not any(master.is_cuda for master in masters):
+        if wish == "require":
+            raise BuildError("ops.lamb: it steps Lamb for parameters on GPUs, of which there are none", hint="set auto")
+        return
+    # Nobody has to build it ahead, so its absence is not worth a warning.
+    optimizer.native = _agree("lamb", lamb.find_problem(build=wish == "require"), wish, world, "")
 
 
 def _choose_compression(optimizer: Optimizer, masters: Sequence[Tensor], wish: Wish, world: World) -> None:

@@ -4,12 +4,13 @@ from __future__ import annotations
 
 import math
 from collections.abc import Sequence
-from typing import Any
+from typing import Any, cast
 
 import torch
 from torch import Tensor
 
-from dsjob.optim.partwise import PartwiseOptimizer, move_averages
+from dsjob.ops import lamb as kernels
+from dsjob.optim.partwise import PartwiseOptimizer, begin_averages, move_averages, own_gradients
 from dsjob.optim.shards import add_parts, local
 
 
@@ -51,7 +52,12 @@ class Lamb(PartwiseOptimizer):
         }
         super().__init__(params, defaults)
 
+    native = False  # whether to step parameters on a GPU with `ops.lamb`, which must be loaded
+
     def update_group(self, parameters: list[Tensor], group: dict[str, Any]) -> None:
+        if self.native and all(map(_is_ready, parameters)):
+            self._update_at_once(parameters, group)
+            return
         weights = [local(parameter) for parameter in parameters]
         averages, squares, _ = move_averages([self.state[p] for p in parameters], parameters, group["betas"])
         updates = list(torch._foreach_div(averages, self._roots(squares, group)))
@@ -62,6 +68,16 @@ class Lamb(PartwiseOptimizer):
         torch._foreach_mul_(updates, [ratio.to(u.device) for ratio, u in zip(ratios, updates, strict=True)])
         torch._foreach_mul_(updates, rates)
         torch._foreach_sub_(weights, updates)
+
+    def _update_at_once(self, parameters: list[Tensor], group: dict[str, Any]) -> None:
+        """The same, with kernels: nothing waits for the GPU."""
+        weights = [local(parameter) for parameter in parameters]
+        averages, squares, _ = begin_averages([self.state[p] for p in parameters], parameters)
+        form = {"eps": group["eps"], "eps_inside_root": group["eps_inside_sqrt"], "decay": group["weight_decay"]}
+        sums = kernels.average_(weights, own_gradients(parameters), averages, squares, betas=group["betas"], **form)
+        ratios = self._ratios_of(sums, parameters, group)
+        rates = [group["lr"] * self._correction(parameter, group) for parameter in parameters]
+        kernels.apply_(weights, averages, squares, ratios, rates, **form)
 
     def find_ratios(self, parameters: list[Tensor], updates: list[Tensor], group: dict[str, Any]) -> Tensor:
         """The ratio c of each parameter: fp32 [len(parameters)]."""
@@ -107,6 +123,12 @@ class Lamb(PartwiseOptimizer):
             return 1.0
         (beta1, beta2), step = group["betas"], float(self.state[parameter]["step"])
         return math.sqrt(1 - beta2**step) / float(1 - beta1**step)
+
+
+def _is_ready(parameter: Tensor) -> bool:
+    """Whether the kernels take a parameter, which has a gradient."""
+    tensors = [local(parameter), local(cast(Tensor, parameter.grad))]
+    return all(each.is_cuda and each.dtype == torch.float32 and each.is_contiguous() for each in tensors)
 
 
 def _square(tensor: Tensor) -> Tensor:

@@ -41,7 +41,20 @@ def move_averages(
     states: Sequence[dict[str, Any]], parameters: Sequence[Tensor], betas: tuple[float, float]
 ) -> tuple[list[Tensor], list[Tensor], list[float]]:
     """Updates Adam's running averages of gradients and of their squares. Returns this rank's parts of both, and the
-    step counts.
+    step counts."""
+    averages, squares, steps = begin_averages(states, parameters)
+    # Grouped operations over all parameters: on a GPU, a kernel per parameter would cost more than its arithmetic.
+    gradients = own_gradients(parameters)
+    torch._foreach_lerp_(averages, gradients, 1 - betas[0])
+    torch._foreach_mul_(squares, betas[1])
+    torch._foreach_addcmul_(squares, gradients, gradients, value=1 - betas[1])
+    return averages, squares, steps
+
+
+def begin_averages(
+    states: Sequence[dict[str, Any]], parameters: Sequence[Tensor]
+) -> tuple[list[Tensor], list[Tensor], list[float]]:
+    """Counts a step. Returns this rank's parts of Adam's averages as they are before it, and the step counts.
 
     Creates the state of a parameter on its first step: `exp_avg` and `exp_avg_sq` (its shape and dtype), and `step`
     (fp32, shape []).
@@ -53,13 +66,8 @@ def move_averages(
             state["exp_avg"] = torch.zeros_like(parameter)
             state["exp_avg_sq"] = torch.zeros_like(parameter)
         state["step"] += 1
-    # Grouped operations over all parameters: on a GPU, a kernel per parameter would cost more than its arithmetic.
-    gradients = own_gradients(parameters)
     averages = [local(state["exp_avg"]) for state in states]
     squares = [local(state["exp_avg_sq"]) for state in states]
-    torch._foreach_lerp_(averages, gradients, 1 - betas[0])
-    torch._foreach_mul_(squares, betas[1])
-    torch._foreach_addcmul_(squares, gradients, gradients, value=1 - betas[1])
     return averages, squares, [float(state["step"]) for state in states]
 
 

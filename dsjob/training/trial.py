@@ -302,7 +302,7 @@ def _build_engine(model: nn.Module, spec: JobSpec, trust: Trust, trains: bool) -
         bf16=replace(spec.bf16, enabled=False),
         fp16=replace(spec.fp16, enabled=False),
         compile=replace(spec.compile, enabled=False),
-        ops=Ops("off", "off", "off", "off"),
+        ops=Ops("off", "off", "off", "off", "off"),
         zero_optimization=replace(
             spec.zero_optimization, stage=0, offload_param=None, offload_optimizer=None, leaf_module=None
         ),
