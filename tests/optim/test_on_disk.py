@@ -52,7 +52,7 @@ def test_steps_are_those_of_an_optimizer_in_memory(kind: str, buffers: int, tmp_
     ours, theirs = make_parameters(), make_parameters()
     file = ScratchFile(str(tmp_path))
     on_disk, in_memory = KINDS[kind](ours), KINDS[kind](theirs)
-    train(ours, on_disk, StateOnDisk(file, buffers))
+    train(ours, on_disk, StateOnDisk(file, file, buffers))
     train(theirs, in_memory, None)
     assert file.size >= sum(p.nbytes for p in ours if p.nbytes >= SMALL)
     for own, other in zip(ours, theirs, strict=True):
@@ -63,7 +63,7 @@ def test_steps_are_those_of_an_optimizer_in_memory(kind: str, buffers: int, tmp_
 
 def test_a_full_disk_is_an_error(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     parameters = make_parameters()
-    optimizer, disk = torch.optim.AdamW(parameters), StateOnDisk(ScratchFile(str(tmp_path)), 2)
+    optimizer, disk = torch.optim.AdamW(parameters), StateOnDisk(None, ScratchFile(str(tmp_path)), 2)
     train(parameters, optimizer, disk)
 
     def fail(*args: Any) -> int:
