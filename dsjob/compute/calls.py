@@ -10,6 +10,7 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
+from torch.distributed.tensor import DTensor
 
 from dsjob.errors import ContractError
 
@@ -125,6 +126,8 @@ def read_loss(given: Any, function: LossFunction, advice: str = _ADVICE) -> Loss
 def _require_scalar(loss: Any, where: str, advice: str = _ADVICE) -> Tensor:
     if not isinstance(loss, Tensor):
         raise ContractError(f"{where} {type(loss).__name__}, not a loss", hint=advice)
+    # That of logits which ranks divide is a DTensor.
+    plain: Tensor = loss.full_tensor() if isinstance(loss, DTensor) else loss
     if loss.numel() != 1:
         raise ContractError(f"{where} a tensor of shape {list(loss.shape)}, not a scalar loss", hint=advice)
     if torch.is_grad_enabled() and not loss.requires_grad:
@@ -132,7 +135,7 @@ def _require_scalar(loss: Any, where: str, advice: str = _ADVICE) -> Tensor:
             "the loss does not depend on any trainable parameter",
             hint="check whether the loss is detached, or all parameters are frozen",
         )
-    return loss.reshape(())
+    return plain.reshape(())
 
 
 def _read_count(count: Any, total: Tensor, where: str) -> Tensor:

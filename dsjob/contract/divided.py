@@ -15,6 +15,8 @@ class TensorParallel:
     size: int
     autotp_size: int
     plan: DividingPlan
+    sequence_parallel: bool
+    loss_parallel: bool
 
     @property
     def ranks(self) -> int:

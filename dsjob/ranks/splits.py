@@ -20,8 +20,10 @@ _SPLIT = "_dsjob_split"
 
 
 def cut(length: int, ranks: int, rank: int) -> tuple[int, int]:
-    """The first and last index (exclusive) of a rank's share of `length` indices; shares differ by at most 1."""
-    return rank * length // ranks, (rank + 1) * length // ranks
+    """The first and last index (exclusive) of a rank's share of `length` indices. As in torch.chunk and DTensors, the
+    last ranks have less if it does not divide evenly."""
+    share = -(-length // ranks)
+    return min(rank * share, length), min((rank + 1) * share, length)
 
 
 @dataclass(frozen=True, slots=True)
@@ -73,7 +75,7 @@ class Split:
         device = own.device if communicates_on(self.ranks) == own.device.type else torch.device("cuda")
         length = [sum(stop - start for start, stop in self.ranges(rank)) for rank in range(self.ranks.size)]
         shape = list(own.shape)
-        # Collectives need tensors of one size; shares may differ by one index in each section.
+        # Collectives need tensors of one size.
         shape[self.dim] = max(length)
         sent = own.new_zeros(shape, device=device)
         sent.narrow(self.dim, 0, own.shape[self.dim]).copy_(own)

@@ -74,6 +74,12 @@ JOBS: list[tuple[str, dict[str, Any], str, dict[str, Any]]] = [
         "trainer.max_length",
         {**schedule("cosine"), "trainer": {"max_length": "30min", "max_steps": 100}},
     ),
+    (
+        "loss-parallel-with",
+        {"tensor_parallel": {"size": 2, "loss_parallel": True}, "label_smoothing": 0.1},
+        "label_smoothing",
+        {"tensor_parallel": {"size": 2}, "label_smoothing": 0.1},
+    ),
     ("tensor-parallel-with", {**TWO_PARTS, **BY_DEEPSPEED}, "engine", TWO_PARTS),
     (
         "tensor-parallel-with",

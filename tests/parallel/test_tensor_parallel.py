@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from typing import Any, ClassVar
 
 import pytest
@@ -24,13 +25,13 @@ ADAM: dict[str, Any] = {"type": "AdamW", "params": {"lr": 3e-3, "weight_decay": 
 Outcome = dict[str, Any]
 
 
-def make_engine(model: nn.Module, stage: int, size: int, **more: Any) -> Engine:
+def make_engine(model: nn.Module, stage: int, size: int, section: Mapping[str, Any] = {}, **more: Any) -> Engine:
     config = {
         "train_batch_size": ROWS,
         "gradient_accumulation_steps": 2,
         "optimizer": ADAM,
         "gradient_clipping": 1.0,
-        "tensor_parallel": {"size": size},
+        "tensor_parallel": {"size": size, **section},
         **more,
         "zero_optimization": {"stage": stage, **more.get("zero_optimization", {})},
     }
@@ -54,11 +55,13 @@ def train(engine: Engine, steps: int, *, ours: bool) -> Outcome:
     return {"losses": losses, "norms": norms, "weights": dict(engine.module_state_dict())}
 
 
-def run_cells(world: World, name: str, cells: list[tuple[int, int]], steps: int) -> dict[tuple[int, int], Outcome]:
-    return {
-        (stage, size): train(make_engine(MODELS[name](), stage, size), steps, ours=name == "gpt")
-        for stage, size in cells
-    }
+def run_cells(
+    world: World, name: str, cells: list[tuple[int, int]], steps: int, section: Mapping[str, Any]
+) -> dict[tuple[int, int], Outcome]:
+    def run(stage: int, size: int) -> Outcome:
+        return train(make_engine(MODELS[name](), stage, size, section), steps, ours=name == "gpt")
+
+    return {cell: run(*cell) for cell in cells}
 
 
 def mean_losses(ranks: list[Outcome], size: int) -> list[float]:
@@ -69,9 +72,9 @@ def mean_losses(ranks: list[Outcome], size: int) -> list[float]:
     return [sum(losses) / len(firsts) for losses in zip(*(rank["losses"] for rank in firsts), strict=True)]
 
 
-def compare(name: str, world_size: int, cells: list[tuple[int, int]], steps: int) -> None:
+def compare(name: str, world_size: int, cells: list[tuple[int, int]], steps: int, **section: Any) -> None:
     alone = train_alone(name, steps, ROWS)
-    found = run_ranks(run_cells, world_size, name, cells, steps)
+    found = run_ranks(run_cells, world_size, name, cells, steps, section)
     for stage, size in cells:
         ranks = [result[stage, size] for result in found]
         assert mean_losses(ranks, size) == pytest.approx(alone["losses"], rel=1e-5), (name, stage, size)
@@ -84,6 +87,19 @@ def compare(name: str, world_size: int, cells: list[tuple[int, int]], steps: int
 def test_losses_equal_those_of_one_process() -> None:
     compare("gpt", 4, [(0, 2), (3, 2), (0, 4)], 8)
     compare("tied llama", 4, [(2, 2)], 8)
+
+
+def test_parts_of_sequences_and_of_the_vocabulary_change_nothing() -> None:
+    compare("gpt2", 2, [(1, 2)], 8, sequence_parallel=True, loss_parallel=True)
+
+
+@pytest.mark.full
+@pytest.mark.parametrize("name", ["gpt", "gpt2", "llama", "tied llama"])
+def test_parts_of_sequences_and_of_the_vocabulary_change_nothing_in_other_models(name: str) -> None:
+    both = {"sequence_parallel": True, "loss_parallel": name != "gpt"}
+    for section in (both, {"sequence_parallel": True}, {"loss_parallel": True}):
+        if section != {"loss_parallel": True} or name != "gpt":
+            compare(name, 4, [(0, 2), (3, 2)], STEPS, **section)
 
 
 @pytest.mark.full

@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterator
 
 from dsjob.contract.model_ranks import read_tensor_size
+from dsjob.contract.rules.pipelines import count_stages
 from dsjob.contract.rules.spreading import STEPPED_IN_PARTS
 from dsjob.contract.rules.table import Document, Finding, enter, is_driven, is_on, read
 
@@ -63,3 +64,19 @@ def _optimizer(document: Document) -> Iterator[Finding]:
     if kind.lower() not in (*STEPPED_IN_PARTS, *_KNOW_PARTS):
         known = ", ".join((*STEPPED_IN_PARTS, *_KNOW_PARTS))
         yield "optimizer.type", f"{kind} cannot be combined with tensor_parallel", f"use one of {known}"
+
+
+@enter("loss-parallel-with", whole=True)
+def _loss_parallel(document: Document) -> Iterator[Finding]:
+    """With loss_parallel, no rank has all logits of a training step: only a plain cross entropy can be computed from
+    their parts. In a pipeline, an embedding that shares the output layer's weight is on another stage."""
+    if read_tensor_size(document) == 1 or not read(document, "tensor_parallel.loss_parallel"):
+        return
+    hint = "leave it out, or leave tensor_parallel.loss_parallel out"
+    if count_stages(document) > 1:
+        yield "pipeline.stages", "cannot be combined with tensor_parallel.loss_parallel", hint
+    if read(document, "label_smoothing", 0):
+        yield "label_smoothing", "cannot be combined with tensor_parallel.loss_parallel", hint
+    for name, metric in (read(document, "metrics", {}) or {}).items():
+        if isinstance(metric, dict) and "train" in (metric.get("phases") or ()):
+            yield ("metrics", name, "phases"), "train needs logits, which loss_parallel does not put together", hint

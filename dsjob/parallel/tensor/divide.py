@@ -8,15 +8,20 @@ from typing import Any, NamedTuple
 
 from torch import nn
 
+from dsjob.compute.find_blocks import find_blocks
 from dsjob.contract.divided import TensorParallel
 from dsjob.errors import UsageError
 from dsjob.parallel.strategy import align
-from dsjob.parallel.tensor.plans import Choice, find_plan, find_unused, match
+from dsjob.parallel.tensor.losses import keep_logits_divided
+from dsjob.parallel.tensor.plans import Choice, divide_vocabulary, find_plan, find_unused, match
+from dsjob.parallel.tensor.sequences import Sequences, divide_sequences
 from dsjob.parallel.tensor.streams import Streams, draws
-from dsjob.parallel.tensor.styles import Place, colwise, divide_rows, rowwise
+from dsjob.parallel.tensor.styles import Place, colwise, divide_rows, read_features, rowwise
 from dsjob.ranks.agreement import all_gather
 from dsjob.ranks.mesh import World
 from dsjob.ranks.splits import Split, find_split
+
+_WHOLE = ("replicate", "partial")
 
 
 class Divided(NamedTuple):
@@ -42,29 +47,57 @@ def divide_layers(model: nn.Module, section: TensorParallel, world: World) -> Di
     _require_heads(model, ranks.size)
     # Otherwise, ranks could keep parts of different weights: a program may have seeded them differently.
     align(model, dataclasses.replace(world, data_group=ranks.group))
-    streams = Streams(ranks.rank, world.device) if draws(model) else None
-    modules = dict(model.named_modules())
-    partial: set[int] = set()
-    for name, choice in match(model, plan).items():
-        module, place = modules[name], Place(name, ranks, streams)
-        _divide(module, choice, place)
-        if choice.style == "partial":
-            partial |= {id(parameter) for parameter in module.parameters()}
-    if streams is not None:
-        model.register_forward_hook(lambda module, args, output: streams.leave())
+    chosen = match(model, plan)
+    if section.loss_parallel:
+        chosen |= divide_vocabulary(model, chosen)
+    partial = _divide_all(model, chosen, section, world)
     named = dict(model.named_parameters())
     splits = {name: split for name, parameter in named.items() if (split := find_split(parameter)) is not None}
-    if not splits:
+    if not splits and world.pipe.size == 1:
         raise UsageError(
             f"tensor_parallel.plan divides no layer of {type(model).__name__}",
             hint="give some layers the styles colwise and rowwise",
         )
-    return Divided(splits, frozenset(name for name, parameter in named.items() if id(parameter) in partial))
+    return Divided(splits, frozenset(name for name, p in named.items() if id(p) in partial and name not in splits))
 
 
-def _divide(module: nn.Module, choice: Choice, place: Place) -> None:
+def _divide_all(model: nn.Module, chosen: Mapping[str, Choice], section: TensorParallel, world: World) -> set[int]:
+    """Divides the chosen modules. Returns the ids of parameters that compute with parts of activations."""
+    ranks, modules = world.tensor, dict(model.named_modules())
+    streams = Streams(ranks.rank, world.device) if draws(model) else None
+    divided = {name: modules[name] for name, choice in chosen.items() if choice.style not in _WHOLE}
+    partial = {
+        id(p) for name, choice in chosen.items() if choice.style == "partial" for p in modules[name].parameters()
+    }
+    sequences, gathered, inside = None, set[str](), set[str]()
+    if section.sequence_parallel:
+        sequences = Sequences(ranks, streams)
+        blocks = [block for block in find_blocks(model, sharing=True) if set(divided.values()) & set(block.modules())]
+        # A stage of a pipeline may have no block.
+        sequences = sequences if blocks or world.pipe.size == 1 else None
+        inside = {name for name in divided if any(divided[name] is m for block in blocks for m in block.modules())}
+        if sequences is not None:
+            gathered = divide_sequences(model, blocks, {name: divided[name] for name in inside}, sequences)
+        partial |= {id(parameter) for block in blocks for parameter in block.parameters()}
+    for name, choice in chosen.items():
+        if name in inside:
+            place = Place(name, ranks, None, sequences, name in gathered)
+        else:
+            place = Place(name, ranks, streams if sequences is None else None)
+        _divide(model, modules[name], choice, place, world)
+    if streams is not None:
+        model.register_forward_hook(lambda module, args, output: streams.leave())
+    return partial
+
+
+def _divide(model: nn.Module, module: nn.Module, choice: Choice, place: Place, world: World) -> None:
     if choice.style in ("colwise", "colwise_gather"):
         colwise(module, place, gathers=choice.style == "colwise_gather", sections=choice.sections)
+    elif choice.style == "loss_parallel":
+        features = read_features(module)
+        colwise(module, place._replace(streams=None), divisible=False)
+        assert features is not None  # colwise has refused anything else
+        keep_logits_divided(model, module, place.ranks, features.outputs, world.device)
     elif choice.style in ("rowwise", "rowwise_split"):
         rowwise(module, place, splits=choice.style == "rowwise_split")
     elif choice.style == "vocabulary":

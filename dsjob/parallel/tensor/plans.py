@@ -17,7 +17,16 @@ from torch import nn
 from dsjob.errors import UsageError
 from dsjob.parallel.tensor.styles import read_features
 
-STYLES = ("colwise", "colwise_gather", "rowwise", "rowwise_split", "vocabulary", "replicate", "partial")
+STYLES = (
+    "colwise",
+    "colwise_gather",
+    "rowwise",
+    "rowwise_split",
+    "vocabulary",
+    "replicate",
+    "partial",
+    "loss_parallel",
+)
 # The names of the same styles in plans of transformers.
 _ALSO = {
     "colwise_gather_output": "colwise_gather",
@@ -106,6 +115,24 @@ def _without_tied(model: nn.Module, plan: dict[str, Choice]) -> dict[str, Choice
             users.setdefault(id(parameter), set()).add(name)
     shared = {name for names in users.values() if names - chosen.keys() for name in names & chosen.keys()}
     return {pattern: c for pattern, c in plan.items() if not any(_compile(pattern).search(name) for name in shared)}
+
+
+def divide_vocabulary(model: nn.Module, chosen: Plan) -> dict[str, Choice]:
+    """The choices for a model's output layer, and for the embedding that shares its weight. Raises UsageError."""
+    names = {id(module): name for name, module in model.named_modules()}
+    marked = [name for name, choice in chosen.items() if choice.style == "loss_parallel"]
+    read = getattr(model, "get_output_embeddings", None)
+    head = read() if callable(read) else None
+    if marked:
+        return {}
+    if head is None or id(head) not in names:
+        raise UsageError(
+            f"tensor_parallel.loss_parallel: {type(model).__name__} does not say which layer computes its logits",
+            hint="give it the style loss_parallel in tensor_parallel.plan",
+        )
+    shared = [m for m in model.modules() if isinstance(m, nn.Embedding) and m.weight is head.weight]
+    tied = {names[id(module)]: Choice("vocabulary") for module in shared}
+    return {names[id(head)]: Choice("loss_parallel"), **tied}
 
 
 def match(model: nn.Module, plan: Plan) -> dict[str, Choice]:

@@ -8,6 +8,7 @@ rowwise_split    by inputs                   whole             the same
 vocabulary       rows of an embedding        whole indices     whole: added up
 replicate        whole                       as it is          as it is
 partial          whole; computes with parts of activations, so that its gradients are added up
+loss_parallel    by outputs                  whole             divided, for the cross entropy (`tensor.losses`)
 
 A `colwise` embedding is divided by its columns.
 """
@@ -24,6 +25,7 @@ from torch.nn import functional as F
 
 from dsjob.errors import UsageError
 from dsjob.parallel.tensor import regions
+from dsjob.parallel.tensor.sequences import Sequences
 from dsjob.parallel.tensor.streams import Streams
 from dsjob.ranks.mesh import Ranks
 from dsjob.ranks.splits import Split, cut, find_split, mark_split
@@ -32,13 +34,15 @@ from dsjob.ranks.splits import Split, cut, find_split, mark_split
 class Place(NamedTuple):
     """Where a layer is: its name in the model, the ranks, and their random numbers if the model draws any.
 
-    along: the dimension of the sequence, if ranks compute the rest of a block on parts of it.
+    sequences: if ranks compute the rest of a block on parts of sequences. gathered: then, whether the module around the
+    layer gathers its input.
     """
 
     name: str
     ranks: Ranks
     streams: Streams | None
-    along: int | None = None
+    sequences: Sequences | None = None
+    gathered: bool = False
 
     @property
     def owner(self) -> str:
@@ -99,13 +103,15 @@ def _require_divisible(size: int, what: str, place: Place, sections: int = 1) ->
         )
 
 
-def colwise(module: nn.Module, place: Place, *, gathers: bool = False, sections: int = 1) -> None:
-    """See the table above."""
+def colwise(
+    module: nn.Module, place: Place, *, gathers: bool = False, divisible: bool = True, sections: int = 1
+) -> None:
+    """See the table above. divisible: whether the ranks must have equally many outputs."""
     if isinstance(module, nn.Embedding):
         _divide_columns(module, place)
         return
     features, weight = _require_linear(module, place)
-    if not gathers:
+    if divisible and not gathers:
         _require_divisible(features.outputs, "outputs", place, sections)
     _watch_inputs(module, place)
     split_parameter(weight, features.output_dim, place, sections)
@@ -146,7 +152,7 @@ def rowwise(module: nn.Module, place: Place, *, splits: bool = False) -> None:
     _require_divisible(features.inputs, "inputs", place)
     split_parameter(weight, features.input_dim, place)
     ranks, own = place.ranks, features.inputs // place.ranks.size
-    along, streams, name = place.along, place.streams, place.name
+    sequences, streams, name = place.sequences, place.streams, place.name
     multiply: Callable[[Tensor, Tensor], Tensor] = F.linear if features.input_dim == 1 else torch.matmul
 
     def forward(module: Any, x: Tensor) -> Tensor:
@@ -161,7 +167,7 @@ def rowwise(module: nn.Module, place: Place, *, splits: bool = False) -> None:
         if streams is not None:
             streams.leave()
         y = multiply(x, module.weight)
-        y = regions.add_up(y, ranks) if along is None else regions.add_up_parts(y, along, ranks)
+        y = regions.add_up(y, ranks) if sequences is None else sequences.add_up(y)
         bias = module.bias
         return y if bias is None else y + bias.to(y.dtype)
 
@@ -200,13 +206,13 @@ def _require_linear(module: nn.Module, place: Place) -> tuple[Features, Tensor]:
 
 def _watch_inputs(module: nn.Module, place: Place) -> None:
     """Adds up the gradients of a layer's input over the ranks; with parts of sequences, also gathers the input."""
-    ranks, along = place.ranks, place.along
+    ranks, sequences = place.ranks, place.sequences
+    if place.gathered:
+        return
 
     def take(module: nn.Module, args: tuple[Any, ...]) -> tuple[Any, ...]:
         x, *rest = args
-        if along is None:
-            return (regions.enter(x, ranks), *rest)
-        return (regions.gather_and_enter(x, along, x.shape[along] * ranks.size, ranks), *rest)
+        return (regions.enter(x, ranks) if sequences is None else sequences.gather(x), *rest)
 
     module.register_forward_pre_hook(take)
 
