@@ -24,6 +24,7 @@ from dsjob.files import open_append, open_read, open_update, read_lines_backward
 
 RESOLVED_NAME = "resolved.json"
 PROGRAM_NAME = "program.json"  # instead of resolved.json, in the folder of a program under `dsjob exec`
+GIVEN_NAME = "job.jsonl"  # the job as it was given, for each start
 RESULT_NAME = "result.json"
 METRICS_NAME = "metrics.jsonl"
 LOGS_NAME = "logs"  # the folder for the output of ranks
@@ -145,6 +146,18 @@ def write_resolved(run_dir: str, document: Mapping[str, Any]) -> None:
         raise StorageError(f"cannot write {result}: it is a folder", hint="choose another output.dir")
     storage.write_bytes(os.path.join(run_dir, RESOLVED_NAME), json.dumps(document, indent=2).encode() + b"\n")
     storage.delete(result, recursive=False)
+
+
+def append_given(run_dir: str, given: Mapping[str, Any]) -> None:
+    """Adds the job as it was given at this start to job.jsonl. Nothing for a job that no file or command has given."""
+    if not given:
+        return
+    record = {"time": time.strftime("%Y-%m-%dT%H:%M:%S%z"), **given}
+    own = os.path.abspath(os.path.join(run_dir, RESOLVED_NAME))
+    if record["file"] is not None and os.path.abspath(record["file"]) == own:
+        record["document"] = None  # it was resumed from its own folder; an earlier line has it
+    with open_append(os.path.join(run_dir, GIVEN_NAME)) as file:
+        file.write(json.dumps(mask_texts(record)).encode() + b"\n")
 
 
 def read_resolved(run_dir: str) -> dict[str, Any]:

@@ -18,6 +18,7 @@ from dsjob.document import compose as composition
 from dsjob.document.origins import Composed
 from dsjob.document.resolve import Resolved
 from dsjob.errors import UsageError
+from dsjob.front.origins import find_origin, list_leaves
 from dsjob.front.resolve import resolve_composed
 from dsjob.trust.user import read_environment
 
@@ -77,34 +78,14 @@ def _resolve(source: list[str], args: argparse.Namespace) -> tuple[Composed, Res
 def _list_rows(composed: Composed, resolved: Resolved, *, changed: bool) -> Iterator[tuple[str, Any, str]]:
     """Path, value and origin of each value; with `changed`, only of values that differ from the defaults."""
     schema = contract.job_schema()
-    for path, value in _list_leaves(resolved.document, schema):
+    for path, value in list_leaves(resolved.document, schema):
         if path[0] == "resolved":
             continue
-        origin = _find_origin(path, composed, resolved)
+        origin = find_origin(path, composed, resolved)
         default = contract.find_at(schema, path, resolved.document).get("default")
         if changed and (origin == "default" or value == default):
             continue
         yield ".".join(map(str, path)), value, origin + _find_status(path, resolved.document, schema)
-
-
-def _list_leaves(value: dict[str, Any], schema: contract.Schema | None, path: Path = ()) -> Iterator[tuple[Path, Any]]:
-    for key, item in value.items():
-        if isinstance(item, dict) and item:
-            yield from _list_leaves(item, contract.child(schema or {}, key, value), (*path, key))
-        else:
-            yield (*path, key), item
-
-
-def _find_origin(path: Path, composed: Composed, resolved: Resolved) -> str:
-    if path in resolved.derived:
-        return resolved.derived[path]
-    if path == ("name",) and composed.is_name_made():
-        return "name of the file"
-    given = composed.find_given(path)
-    if given is None:
-        return "default"
-    source, line, column = composed.locate(given)
-    return f"{source}:{line}:{column}" if line else source
 
 
 def _find_status(path: Path, document: dict[str, Any], schema: contract.Schema) -> str:
@@ -129,7 +110,7 @@ def _print_rows(rows: list[tuple[str, Any, str]], form: str, *, origins: bool) -
 def _show_difference(args: argparse.Namespace) -> int:
     if len(args.source) != 2:
         raise UsageError("--diff needs two documents or run folders", hint="dsjob show --diff runs/a runs/b")
-    first, second = (dict(_list_leaves(_resolve([source], args)[1].document, None)) for source in args.source)
+    first, second = (dict(list_leaves(_resolve([source], args)[1].document, None)) for source in args.source)
     rows = [
         (".".join(map(str, path)), first.get(path), second.get(path))
         for path in dict.fromkeys([*first, *second])

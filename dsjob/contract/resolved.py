@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import json
 from collections.abc import Mapping
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 from typing import Any
 
 from dsjob.contract.spec import JobSpec, view
@@ -33,12 +33,13 @@ class ResolvedJob:
 
     document: what resolved.json and checkpoints hold. It has one place for each setting, so that an override of the
     job's own settings still reaches its models. spec: the typed view of it. models: each model complete, by name, the
-    one that counts steps first.
+    one that counts steps first. given: what the run's folder keeps of the job as it was given.
     """
 
     document: Sections
     spec: JobSpec
     models: Mapping[str, ResolvedModel]
+    given: Sections = field(default_factory=dict)
 
     @classmethod
     def of(cls, document: Sections, sections: Mapping[str, Sections], configs: Mapping[str, Sections]) -> ResolvedJob:
@@ -54,15 +55,16 @@ class ResolvedJob:
     def to_text(self) -> str:
         """The job as JSON, for the processes of its ranks."""
         models = {name: [model.sections, model.config] for name, model in self.models.items()}
-        return json.dumps({"document": self.document, "models": models})
+        return json.dumps({"document": self.document, "models": models, "given": self.given})
 
     @classmethod
     def from_text(cls, text: str) -> ResolvedJob:
         """The job that `to_text` has written."""
         given = json.loads(text)
         models = given["models"].items()
-        return cls.of(
+        job = cls.of(
             given["document"],
             {name: sections for name, (sections, _) in models},
             {name: config for name, (_, config) in models},
         )
+        return replace(job, given=given["given"])

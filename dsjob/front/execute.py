@@ -15,10 +15,11 @@ from dsjob.contract.resolved import ResolvedJob
 from dsjob.contract.secrets import list_texts
 from dsjob.document.origins import PROGRAM, Composed
 from dsjob.document.places import place_problems
-from dsjob.document.resolve import complete_job
+from dsjob.document.resolve import Resolved, complete_job
 from dsjob.document.sizes import read_nproc
 from dsjob.errors import DocumentError, Problem, UsageError
 from dsjob.front.check import check_composed, find_other_job
+from dsjob.front.origins import describe_given
 from dsjob.front.places import placing_errors
 from dsjob.front.process import keeping_process
 from dsjob.launch import launcher
@@ -44,7 +45,8 @@ def run_composed(
     """
     joined = launcher.read_world_size()
     world_size = joined or read_nproc(composed.document)
-    document, told = check_runnable(composed, trust)
+    resolved, told = check_runnable(composed, trust)
+    document, given = resolved.document, describe_given(composed, resolved)
     if origin := _find_origin(composed):
         document["resolved"].setdefault("file", origin)
     if launcher.is_first():
@@ -63,8 +65,8 @@ def run_composed(
 
         with placing_errors(composed):
             check_folder = partial(_refuse_other_job, composed, document, trust)
-            return join(complete_job(document), trust=trust, check_folder=check_folder, run_dir=run_dir)
-    job = complete_job(document)
+            return join(replace(complete_job(document), given=given), trust=trust, check_folder=check_folder, run_dir=run_dir)
+    job = replace(complete_job(document), given=given)
     if run_dir is not None:
         with launcher.telling_what_is_kept(run_dir, document), marking_running(run_dir):
             return _start(composed, job, run_dir, trust, debug)
@@ -101,8 +103,8 @@ def _try_first(composed: Composed, document: dict[str, Any], trust: Trust, debug
         try_job(document, start)
 
 
-def check_runnable(composed: Composed, trust: Trust) -> tuple[dict[str, Any], list[Problem]]:
-    """The resolved document of a job, and the warnings about it. Raises DocumentError for what a run refuses before it
+def check_runnable(composed: Composed, trust: Trust) -> tuple[Resolved, list[Problem]]:
+    """The resolved job, and the warnings about it. Raises DocumentError for what a run refuses before it
     starts."""
     joined = launcher.read_world_size()
     world_size = joined or read_nproc(composed.document)
@@ -110,7 +112,7 @@ def check_runnable(composed: Composed, trust: Trust) -> tuple[dict[str, Any], li
     checked = check_composed(composed, trust, world_size=world_size, ranks_from=ranks_from)
     known = checked.resolved.document if checked.resolved else composed.document
     hide_values(known)
-    return checked.require(_find_unset(composed, known)).document, checked.problems
+    return checked.require(_find_unset(composed, known)), checked.problems
 
 
 def _find_origin(composed: Composed) -> str | None:

@@ -40,7 +40,7 @@ from dsjob.training.pipelines import PipelinedStep, build_passes, read_first
 from dsjob.training.requests import Requests
 from dsjob.training.resume import load_best, resume
 from dsjob.training.run import Result, Run
-from dsjob.training.run_files import EnvironmentFile, MetricsFile, ResolvedFile
+from dsjob.training.run_files import EnvironmentFile, JobFiles, MetricsFile
 from dsjob.training.saves import lacks_metrics
 from dsjob.training.summary import describe_run
 from dsjob.training.tasks import Outcome, Tasks, build_tasks, choose_sets, list_roles, run_alone
@@ -207,7 +207,7 @@ def _require_enough(spec: JobSpec, samples: int | None, display: Display) -> Non
 
 def _list_own(job: ResolvedJob, run_dir: str, display: Display, delivery: Delivery) -> list[Callback]:
     """The callbacks that every run has. They come before those of the document."""
-    first, environment = ResolvedFile(run_dir, job.document), EnvironmentFile(run_dir)
+    first, environment = JobFiles(run_dir, job), EnvironmentFile(run_dir)
     return [first, environment, display, MetricsFile(run_dir), MonitorValues(delivery)]
 
 

@@ -13,6 +13,7 @@ import torch
 
 from dsjob.callbacks.callback import Callback, RunView
 from dsjob.contract.environment import mask_texts
+from dsjob.contract.resolved import ResolvedJob
 from dsjob.errors import StorageError
 from dsjob.files import open_append, require_own
 from dsjob.provenance import ENVIRONMENT_NAME, Recording, append
@@ -20,24 +21,26 @@ from dsjob.ranks.mesh import World
 from dsjob.run_folder import (
     METRICS_NAME,
     SUPERSEDED_METRICS_NAME,
+    append_given,
     drop_non_finite,
     supersede_metrics,
     write_resolved,
 )
 
 
-class ResolvedFile(Callback):
-    """Writes resolved.json into a run's folder at the first log record; rank 0 alone.
+class JobFiles(Callback):
+    """Writes resolved.json and a line of job.jsonl into a run's folder at the first log record; rank 0 alone.
 
-    A run that fails at once leaves the file of an earlier run.
+    A run that fails at once leaves the files of an earlier run.
     """
 
-    def __init__(self, run_dir: str, document: Mapping[str, Any]) -> None:
-        self._run_dir, self._document, self._written = run_dir, document, False
+    def __init__(self, run_dir: str, job: ResolvedJob) -> None:
+        self._run_dir, self._job, self._written = run_dir, job, False
 
     def on_log(self, run: RunView, record: Mapping[str, float]) -> None:
         if run.engine.global_rank == 0 and not self._written:
-            write_resolved(self._run_dir, self._document)
+            write_resolved(self._run_dir, self._job.document)
+            append_given(self._run_dir, self._job.given)
             self._written = True
 
 

@@ -21,7 +21,7 @@ from dsjob.ranks.agreement import on_rank_0
 from dsjob.ranks.mesh import World
 from dsjob.ranks.seeding import seed_rng
 from dsjob.ranks.watchdog import position
-from dsjob.run_folder import write_resolved, write_result
+from dsjob.run_folder import append_given, write_resolved, write_result
 from dsjob.training import build
 from dsjob.training.display import Display
 from dsjob.training.evaluation import Evaluator, name_data
@@ -143,6 +143,7 @@ def run_alone(job: ResolvedJob, run_dir: str, world: World, display: Display, tr
     display.table(f"dsjob {spec.name}", _describe(tasks, source, world, run_dir))
     if world.everyone.rank == 0:
         write_resolved(run_dir, job.document)
+        append_given(run_dir, job.given)
     outcome = tasks.run(display.say)
     result = Result(source.step, None, outcome.metrics, source.url, False, list(outcome.predictions.values()))
     if world.everyone.rank == 0:
