@@ -39,6 +39,7 @@ if TYPE_CHECKING:
     from dsjob.monitors.monitor import Monitor as Monitor
     from dsjob.monitors.monitor import Series as Series
     from dsjob.ops.linear_cross_entropy import linear_cross_entropy as linear_cross_entropy
+    from dsjob.parallel.pipeline.layers import Layers as Layers
     from dsjob.ranks.mpu import ModelParallelUnit as ModelParallelUnit
     from dsjob.ranks.rendezvous import init_distributed as init_distributed
     from dsjob.training.trainer import Trainer as Trainer
@@ -52,6 +53,7 @@ _HOMES = {
     "Engine": "dsjob.engine.engine",
     "Evaluation": "dsjob.front.tasks",
     "Generation": "dsjob.front.generate",
+    "Layers": "dsjob.parallel.pipeline.layers",
     "ModelParallelUnit": "dsjob.ranks.mpu",
     "Monitor": "dsjob.monitors.monitor",
     "Predictions": "dsjob.front.tasks",
@@ -82,6 +84,7 @@ __all__ = [
     "Engine",
     "Evaluation",
     "Generation",
+    "Layers",
     "ModelParallelUnit",
     "Monitor",
     "Predictions",

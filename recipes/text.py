@@ -133,7 +133,7 @@ class SampleText(Callback):
 
     The model maps `inputs` (int64 [1, T]) to a dict with `logits` ([1, T, V], V at least 256) and has an attribute
     `context`, its largest T. All ranks call the model together, as sharded models require. The global random
-    generators are not changed.
+    generators are not changed. Samples nothing in a pipeline.
 
     Args:
         prompt: at least one byte.
@@ -157,6 +157,9 @@ class SampleText(Callback):
 
     def on_end(self, run: RunView) -> None:
         """Samples in evaluation mode, and shows the text."""
+        if run.engine.world.pipe.size > 1:
+            run.say("sampled text", "none: in a pipeline, each rank has only a part of the model")
+            return
         module = run.engine.module
         was_training = module.training
         module.eval()

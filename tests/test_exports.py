@@ -18,6 +18,7 @@ NAMES = [
     "Engine",
     "Evaluation",
     "Generation",
+    "Layers",
     "ModelParallelUnit",
     "Monitor",
     "Predictions",

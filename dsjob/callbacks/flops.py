@@ -108,7 +108,10 @@ class Flops(Callback):
     def _tell_nothing(self, run: RunView) -> None:
         if not self._told and self._by == "counting" and run.step - self._begun >= self._step:
             self._told = True
-            run.say("note", "no floating-point operations were counted, as in compiled models; set by: parameters")
+            run.say(
+                "note",
+                "no floating-point operations were counted, as in compiled models and pipelines; set by: parameters",
+            )
 
     @contextmanager
     def _count(self, run: RunView, name: str, engine: Engine, part: str) -> Iterator[None]:

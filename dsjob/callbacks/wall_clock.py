@@ -13,9 +13,9 @@ from dsjob.callbacks.callback import Callback, RunView
 from dsjob.engine.engine import Engine
 
 # Parts that steps consist of; the others occur now and then.
-_OF_STEPS = ("data", "forward", "backward", "step")
+_OF_STEPS = ("data", "forward", "backward", "passes", "step")  # passes: of `run_step`
 _PARTS = (*_OF_STEPS, "evaluation", "save")
-_ON_DEVICE = ("forward", "backward", "backward_pass", "backward_rest", "step")
+_ON_DEVICE = ("forward", "backward", "backward_pass", "backward_rest", "passes", "step")
 
 
 class Stopwatch:
@@ -66,7 +66,8 @@ class WallClock(Callback):
 
     Log records get `time/PART_ms`, the mean since the last record: per optimizer step, or per evaluation and save. They
     also get `time/PART_share`, the share of the time since the last record, from 0 to 1. `time/other_share` is the
-    rest: losses, records, callbacks. At the end, the shares of the whole run are shown.
+    rest: losses, records, callbacks. In a pipeline, PART is `passes`, with their waiting, in place of forward and
+    backward. At the end, the shares of the whole run are shown.
 
     DeepSpeed's key `wall_clock_breakdown` adds this callback.
     """

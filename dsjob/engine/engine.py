@@ -156,7 +156,7 @@ class Engine(Saving):
         # Read now, because `step` may change it.
         scale = self.loss_scale()
         try:
-            with drive():
+            with drive(), self.strategy.parts("passes"):
                 losses = self.strategy.run_step(together, lambda outputs, b: self.scale(loss(outputs, b) / count))
         except BaseException:
             self.strategy.drop_gradients()  # else a retry would add to them

@@ -3,11 +3,9 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Mapping
 from typing import Any
 
 import torch
-from torch import Tensor
 from torch.optim import Optimizer
 
 from dsjob.compute.precision import Precision
@@ -95,14 +93,9 @@ class Readings:
         return math.inf if self._update.skips and math.isnan(norm) else norm
 
     def count_parameters(self) -> tuple[int, int]:
-        """The number of elements of all parameters (tied ones once), and of the trained ones."""
-        splits = self.strategy.splits
-
-        def count(tensors: Mapping[str, Tensor]) -> int:
-            shapes = [splits[n].shape(t.shape) if n in splits else t.shape for n, t in tensors.items()]
-            return sum(shape.numel() for shape in shapes)
-
-        return count(self.strategy.weights()), count(self.strategy.masters)
+        """The number of elements of all parameters (tied ones once), and of the trained ones. Those of all ranks that
+        hold one model together."""
+        return self.strategy.pipeline.sizes if self.strategy.pipeline is not None else self.strategy.count()
 
     def loss_scale(self) -> float:
         """The factor on the loss in the next backward pass; 1.0 if losses are not scaled."""

@@ -93,8 +93,8 @@ def _make_plan(document: dict[str, Any], world_size: int, asked: Asked, trust: T
         notes.append("the model is assumed to be the part of one model-parallel rank; ranks are data-parallel ranks")
     if spec.pipeline.size > 1:
         notes.append(
-            f"all figures are of the whole model: each of the {spec.pipeline.size} stages has about a"
-            f" {spec.pipeline.size}th of its states; --schedule shows the timeline"
+            f"all figures are of the whole model, of which each of the {spec.pipeline.size} stages has only a part;"
+            " --schedule shows the timeline"
         )
     if spec.driven:
         notes.append("engine: deepspeed: all figures are of dsjob's own engine; DeepSpeed's buckets and copies differ")

@@ -46,5 +46,6 @@ def build_strategy(
     if pipeline is not None:
         strategy.pipeline = pipeline
         pipeline.align_tied(strategy.weights())
+        pipeline.count(strategy)
         strategy.weights_changed()
     return strategy

@@ -50,7 +50,12 @@ ELSEWHERE = Elsewhere()
 
 
 class Pipeline(Protocol):
-    """What runs the passes of a strategy whose module is a stage of a model (see `parallel.pipeline`)."""
+    """What runs the passes of a strategy whose module is a stage of a model (see `parallel.pipeline`).
+
+    sizes: the number of elements of the whole model, and of the trained ones.
+    """
+
+    sizes: tuple[int, int]
 
     def forward(self, strategy: Strategy, args: Sequence[Any], kwargs: Mapping[str, Any]) -> Any:
         """One forward pass without gradients: the model's output on the last stage, `ELSEWHERE` on the others."""
@@ -134,6 +139,16 @@ class Strategy:
 
     def _call(self, *args: Any, **kwargs: Any) -> Any:
         return self.module(*args, **kwargs)
+
+    def count(self, counted: Callable[[str], bool] = lambda name: True) -> tuple[int, int]:
+        """The number of elements of all parameters of `module` whose names are `counted` (tied ones once), and of the
+        trained ones. Parameters that tensor ranks divide count as a whole."""
+
+        def add(tensors: Mapping[str, Tensor]) -> int:
+            given = {name: tensor.shape for name, tensor in tensors.items() if counted(name)}
+            return sum((self.splits[n].shape(s) if n in self.splits else s).numel() for n, s in given.items())
+
+        return add(self.weights()), add(self.masters)
 
     def run_step(self, micro_batches: Sequence[MicroBatch], loss: Callable[[Any, Any], Tensor]) -> list[Tensor]:
         """Runs all forward and backward passes of one optimizer step: calls 3 and 4 of every micro step.

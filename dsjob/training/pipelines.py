@@ -26,7 +26,7 @@ from dsjob.engine.engine import Engine
 from dsjob.engine.several import Engines
 from dsjob.errors import ContractError, DsjobError, UsageError
 from dsjob.parallel.pipeline.calls import Cut, cut_model, trace
-from dsjob.parallel.pipeline.layers import count_parameters, list_layers
+from dsjob.parallel.pipeline.layers import Layers, count_parameters, list_layers
 from dsjob.parallel.pipeline.measure import measure_layers
 from dsjob.parallel.pipeline.module import PipelineModule
 from dsjob.parallel.pipeline.passes import MakeSchedule, StagePasses
@@ -118,7 +118,8 @@ def _divide(model: nn.Module, spec: JobSpec, world: World, trust: Trust, read_ba
     for block in find_blocks(model):
         mark_block(block)  # where a stage has a single block, it would no longer look like one
     given = _read_inputs(model, spec, trust, read_batch)
-    if isinstance(model, nn.Sequential) and type(model).forward is nn.Sequential.forward:
+    if type(model).forward in (nn.Sequential.forward, Layers.forward):
+        assert isinstance(model, (nn.Sequential, Layers))
         layers = list_layers(model)
         seconds = None
         if section.partition.lower() == "time":

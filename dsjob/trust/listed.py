@@ -19,6 +19,7 @@ class Listed(NamedTuple):
 
 LISTED: tuple[Listed, ...] = (
     Listed("dsjob", r"linear_cross_entropy", r"dsjob\.ops\.linear_cross_entropy"),
+    Listed("dsjob", r"Layers", r"dsjob\.parallel\.pipeline\.layers"),
     Listed("dsjob.recipes", r"[a-z]\w*\.[A-Za-z]\w*", r"dsjob\.recipes\.\w+"),
     Listed("dsjob.pipelines", r"(schedules|orders)\.[A-Z]\w*", r"dsjob\.pipelines\.(schedules|orders)"),
     Listed("dsjob.text", r"Text|Pad|Mixture|Prompts|Rouge|exact_match", r"dsjob\.text\.\w+"),

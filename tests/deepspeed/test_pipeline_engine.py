@@ -78,6 +78,7 @@ def train_alexnet(world: World) -> list[float]:
     )
     assert type(engine) is PipelineEngine
     assert engine.is_first_stage() == (engine.stage_id == 0)
+    assert engine.count_parameters()[0] == sum(p.numel() for p in AlexNet().parameters())  # on each stage
     given = iter([pair for step in range(3) for pair in make_images(step)])
     losses = [float(engine.train_batch(data_iter=given)) for _ in range(3)]
     engine.set_dataloader(loader)

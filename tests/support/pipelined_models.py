@@ -75,6 +75,11 @@ def build_layers(width: int = 8, blocks: int = 4, drop: float = 0.0) -> nn.Seque
     return nn.Sequential(nn.Linear(6, width), *(Residual(width, drop) for _ in range(blocks)), nn.Linear(width, 3))
 
 
+def turn(layer: nn.Linear, x: Tensor) -> Tensor:
+    """Goes back through a linear layer."""
+    return nn.functional.linear(x, layer.weight.T)
+
+
 class Rows(Dataset[dict[str, Tensor]]):
     def __init__(self, length: int = 64, seed: int = 0) -> None:
         generator = torch.Generator().manual_seed(seed)

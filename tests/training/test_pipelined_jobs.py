@@ -40,6 +40,23 @@ LAYERS: dict[str, Any] = {
     "tasks": ["train", "predict"],
     "predict": {"format": "safetensors"},
 }
+_LINEAR = "torch.nn.Linear"
+LISTED: dict[str, Any] = {
+    **LAYERS,
+    "model": {
+        "_target_": "dsjob.Layers",
+        "layers": [
+            {"_target_": _LINEAR, "in_features": 6, "out_features": 8},
+            {"_target_": "pipelined_models.Residual", "width": 8},
+            {"_target_": _LINEAR, "in_features": 8, "out_features": 6},
+            {"tied": 0},
+            {"_target_": "torch.nn.ReLU"},
+            {"tied": 1},
+            {"tied": 0, "forward": {"_target_": "pipelined_models.turn", "_partial_": True}},
+            {"_target_": _LINEAR, "in_features": 6, "out_features": 3},
+        ],
+    },
+}
 
 
 def make_document(kind: str, folder: str, **sections: Any) -> dict[str, Any]:
@@ -47,9 +64,10 @@ def make_document(kind: str, folder: str, **sections: Any) -> dict[str, Any]:
         "train": {"_target_": "pipelined_models.Tokens"},
         "eval": {"_target_": "pipelined_models.Tokens", "length": 13, "seed": 1},
     }
-    own: dict[str, Any] = (
-        LAYERS if kind == "layers" else {"model": {"_target_": f"pipelined_models.build_{kind}"}, "data": data}
-    )
+    own: dict[str, Any] = {"layers": LAYERS, "listed": LISTED}.get(kind) or {
+        "model": {"_target_": f"pipelined_models.build_{kind}"},
+        "data": data,
+    }
     steps = {"train_batch": 16, "micro_batch": 2, "max_steps": 20, "log_every": 1, "eval_at_start": True}
     return make_job(
         **{
@@ -105,6 +123,7 @@ OFFLOADED = {"stage": 2, "offload_optimizer": {"device": "cpu"}}
 Case = tuple[int, str, dict[str, Any]]  # ranks, kind of model, sections
 CASES: list[Case] = [
     (2, "layers", {"pipeline": {"stages": 2}}),
+    (2, "listed", {"pipeline": {"stages": 2, "partition": "uniform"}}),
     (2, "t5", {"pipeline": {"stages": 2, "schedule": "zero-bubble", "chunks": 2}}),
 ]
 MORE: list[Case] = [
@@ -122,6 +141,8 @@ MORE: list[Case] = [
     ),
     (2, "layers", {"pipeline": {"stages": 2, "partition": "time", "activation_checkpoint_interval": 2}}),
     (4, "layers", {"pipeline": {"stages": 4, "partition": "uniform", "schedule": "gpipe"}}),
+    (4, "listed", {"pipeline": {"stages": 4}}),
+    (4, "listed", {"pipeline": {"stages": 2, "partition": "uniform"}, "zero_optimization": {"stage": 3}}),
     (4, "layers", {"pipeline": {"stages": 2, "schedule": {"_target_": "dsjob.pipelines.schedules.TrainSchedule"}}}),
     (
         4,

@@ -63,7 +63,7 @@ def list_units(model: nn.Module) -> dict[str, nn.Module]:
         raise ContractError(
             f"{type(model).__name__} cannot be divided into pipeline stages: it has no repeated blocks",
             hint="blocks are siblings of the same class in an nn.ModuleList or nn.Sequential; or list the layers in"
-            " pipeline.layers",
+            " dsjob.Layers",
         )
     holding = {id(module) for module in model.modules() if any(id(inner) in blocks for inner in module.modules())}
     found: dict[str, nn.Module] = {}
@@ -164,7 +164,7 @@ def shape_outputs(name: str, unit: nn.Module, args: Any, kwargs: Any) -> Any:
         raise ContractError(
             f"the model cannot be divided into pipeline stages by itself: {name} ({type(unit).__name__}) does not run"
             f" on the meta device, where tensors have no values: {error}",
-            hint="list the model's layers in pipeline.layers",
+            hint="list the model's layers in dsjob.Layers",
         ) from error
 
 
@@ -252,7 +252,7 @@ def _place_calls(traced: Traced, part_of_unit: Mapping[str, int], candidates: Ma
             raise ContractError(
                 f"the model cannot be divided into pipeline stages by itself: it calls {name} before a layer that it"
                 " has in front of it",
-                hint="define the layers in the order in which forward calls them, or list them in pipeline.layers",
+                hint="define the layers in the order in which forward calls them, or list them in dsjob.Layers",
             )
         following = max(fits)
         parts.append(following)

@@ -6,8 +6,8 @@ layer 3. A layer that is tied to an earlier one has its names.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Sequence
-from dataclasses import dataclass, field
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from dataclasses import dataclass, field, replace
 from functools import partial
 from typing import Any
 
@@ -80,6 +80,8 @@ class Layer:
 
 def list_layers(given: Iterable[Any]) -> list[Layer]:
     """The layers of a PipelineModule: specs, modules and functions. Raises UsageError for anything else."""
+    if isinstance(given, Layers):
+        return given.listed()
     found: list[Layer] = []
     tied: dict[str, Layer] = {}
     named = given.named_children() if isinstance(given, nn.Sequential) else ((str(n), x) for n, x in enumerate(given))
@@ -93,12 +95,68 @@ def list_layers(given: Iterable[Any]) -> list[Layer]:
         elif callable(layer):
             own = seen.setdefault(id(layer), name) if isinstance(layer, nn.Module) else name
             found.append(Layer(own, type(layer).__name__, partial(_same, layer), made=[layer]))
+        elif isinstance(layer, Mapping):
+            found.append(_tie(layer, found))
         else:
             raise UsageError(
                 f"layer {len(found)} of the pipeline is {type(layer).__name__}, which cannot be called",
                 hint="layers are LayerSpec, TiedLayerSpec, torch.nn.Module or functions of one argument",
             )
     return found
+
+
+def _tie(given: Mapping[str, Any], earlier: Sequence[Layer]) -> Layer:
+    number, call = given.get("tied"), given.get("forward")
+    if not isinstance(number, int) or not 0 <= number < len(earlier) or given.keys() - {"tied", "forward"}:
+        raise UsageError(
+            f"layer {len(earlier)} is {dict(given)}",
+            hint='write {"tied": N}, N being the number of an earlier layer; "forward" is optional',
+        )
+    first = earlier[number]
+    return Layer(first.name, first.kind, first.make, call or _call_again, made=first.made)
+
+
+def _call_again(layer: Any, inputs: Any) -> Any:
+    return nn.functional.linear(inputs, layer.weight) if isinstance(layer, nn.Embedding) else layer(inputs)
+
+
+class Layers(nn.Sequential):
+    """A model that calls layers one after another, each with the result of the one before.
+
+    layers: modules, functions of one argument, LayerSpec and TiedLayerSpec. {"tied": N} is layer N again, an embedding
+    as the output layer with its weight; {"tied": N, "forward": f} is f(layer N, inputs). The first layer gets a tuple
+    if the model is called with several arguments. Raises UsageError.
+    """
+
+    def __init__(self, layers: Sequence[Any]) -> None:
+        super().__init__()
+        # Modules are only children of this one, so that a stage can let go of those of other stages.
+        self._calls: list[tuple[Layer, Any]] = []  # each with its function, or None for a module
+        seen: dict[str, Any] = {}
+        for layer in list_layers(layers):
+            made = seen[layer.name] if layer.name in seen else seen.setdefault(layer.name, layer.make())
+            own = isinstance(made, nn.Module)
+            if own:
+                self.add_module(layer.name, made)
+            self._calls.append((Layer(layer.name, layer.kind, _refuse, layer.call), None if own else made))
+
+    def listed(self) -> list[Layer]:
+        """Its layers, all of them built."""
+        return [replace(layer, made=[self._find(layer, function)]) for layer, function in self._calls]
+
+    def _find(self, layer: Layer, function: Any) -> Any:
+        return getattr(self, layer.name) if function is None else function
+
+    def forward(self, *inputs: Any) -> Any:
+        value = inputs[0] if len(inputs) == 1 else inputs
+        for layer, function in self._calls:
+            made = self._find(layer, function)
+            value = made(value) if layer.call is None else layer.call(made, value)
+        return value
+
+
+def _refuse() -> Any:
+    raise AssertionError("the layers of Layers are built")
 
 
 def _same(layer: Any) -> Any:

@@ -44,6 +44,16 @@ class StagePasses:
         for name, parameter in stage.module.named_parameters():
             if stage.owners[name][0] != world.pipe.rank:
                 mark_tied(parameter)
+        self.sizes = (0, 0)
+
+    def count(self, strategy: Strategy) -> None:
+        """Sets `sizes`. A collective."""
+        ranks, owners = self.world.pipe, self.stage.owners
+        summed = torch.tensor(strategy.count(lambda name: owners[name][0] == ranks.rank), device=self.world.device)
+        if ranks.size > 1:
+            dist.all_reduce(summed, group=ranks.group)
+        total, trained = summed.tolist()
+        self.sizes = (total, trained)
 
     @property
     def is_last(self) -> bool:

@@ -93,7 +93,7 @@ class Walk:
         if number >= len(self._cut.calls) or self._cut.calls[number] != name:
             raise ContractError(
                 f"the model called {name}, but another layer when it was divided into pipeline stages",
-                hint="the order of layers must not depend on the batch; or list them in pipeline.layers",
+                hint="the order of layers must not depend on the batch; or list them in dsjob.Layers",
             )
         part = self._cut.part_of[number]
         if part > self._part:
