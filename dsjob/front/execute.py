@@ -65,7 +65,9 @@ def run_composed(
 
         with placing_errors(composed):
             check_folder = partial(_refuse_other_job, composed, document, trust)
-            return join(replace(complete_job(document), given=given), trust=trust, check_folder=check_folder, run_dir=run_dir)
+            return join(
+                replace(complete_job(document), given=given), trust=trust, check_folder=check_folder, run_dir=run_dir
+            )
     job = replace(complete_job(document), given=given)
     if run_dir is not None:
         with launcher.telling_what_is_kept(run_dir, document), marking_running(run_dir):
