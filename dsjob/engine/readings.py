@@ -112,8 +112,9 @@ class Readings:
         self.rhythm.forced = is_boundary
 
     def get_lr(self) -> list[float]:
-        """The learning rate of each parameter group in the next optimizer step."""
-        return [float(rate) for rate in self._read_groups("lr")]
+        """The learning rate of each parameter group in the next optimizer step; nan if the optimizer chooses it, as
+        transformers' Adafactor may."""
+        return [math.nan if rate is None else float(rate) for rate in self._read_groups("lr")]
 
     def set_lr(self, lr: float) -> None:
         """Sets the learning rate of all parameter groups. A schedule changes it again when it steps."""

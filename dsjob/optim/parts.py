@@ -7,19 +7,25 @@ hooks, step everything at once.
 
 from __future__ import annotations
 
+import os
+import traceback
 from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
 from typing import TypeVar
 
 import torch
 from torch import Tensor
 from torch.optim import Optimizer
 
+from dsjob.errors import UsageError
 from dsjob.optim.lion import Lion
 from dsjob.optim.partwise import PartwiseOptimizer
 from dsjob.optim.shards import local
+from dsjob.optim.whole import needs_whole, step_whole
 from dsjob.torch_private import collecting, has_step_hooks
 
 T = TypeVar("T")
+_OF_DTENSOR = os.path.join("torch", "distributed", "tensor", "")
 
 # A step of these updates each parameter with a gradient independently, and does nothing else.
 _SEPARATE = (
@@ -30,6 +36,7 @@ _SEPARATE = (
     torch.optim.NAdam,
     torch.optim.RAdam,
     torch.optim.RMSprop,
+    torch.optim.Rprop,
     torch.optim.SGD,
     Lion,
 )
@@ -64,11 +71,30 @@ def step_own_parts(optimizer: Optimizer) -> None:
     A step of torch's optimizers calls several operators for each parameter. On DTensors, each call first works out how
     its result is sharded, which takes longer than updating a small parameter.
     """
-    if is_plain(optimizer) and isinstance(optimizer, _COLLECTING):
+    if needs_whole(optimizer):
+        step_whole(optimizer)
+    elif is_plain(optimizer) and isinstance(optimizer, _COLLECTING):
         with collecting(optimizer, local):
             optimizer.step()
     else:
-        optimizer.step()
+        with _explaining(optimizer):
+            optimizer.step()
+
+
+@contextmanager
+def _explaining(optimizer: Optimizer) -> Iterator[None]:
+    """Turns an error of DTensor into one that says what the optimizer cannot do."""
+    try:
+        yield
+    except (AssertionError, NotImplementedError, RuntimeError) as error:
+        frames = traceback.extract_tb(error.__traceback__)
+        if "DTensor" in str(error) or any(_OF_DTENSOR in frame.filename for frame in frames):
+            kind, first = type(optimizer), (str(error).splitlines() or [type(error).__name__])[0]
+            raise UsageError(
+                f"{kind.__module__}.{kind.__qualname__} cannot step sharded parameters: {first}",
+                hint="use zero_optimization.stage=0, or an optimizer that steps each element by itself, such as AdamW",
+            ) from error
+        raise
 
 
 def split(items: Sequence[T], size: Callable[[T], int], limit: int) -> Iterator[list[T]]:
