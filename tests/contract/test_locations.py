@@ -251,34 +251,34 @@ def test_validate_places_a_chain_and_run_opens_nothing(tmp_path: Path) -> None:
     document = make_job(checkpoint={"resume": REFERENCE})
     document["data"]["train"] = {"_target_": "datasets.load_from_disk", "dataset_path": REFERENCE}
     write_json(tmp_path / "cfg.json", document)
-    done = dsjob("validate", "cfg.json", cwd=tmp_path, fresh=True)
+    done = dsjob("validate", "cfg.json", cwd=tmp_path)
     assert done.returncode == 2
     assert "error[chained-url]: checkpoint.resume: reference::data:" in done.stderr
     assert "error[chained-url]: data.train.dataset_path: reference::data:" in done.stderr
     assert "cfg.json:" in done.stderr
-    done = dsjob("run", "cfg.json", cwd=tmp_path, fresh=True)
+    done = dsjob("run", "cfg.json", cwd=tmp_path)
     assert done.returncode == 2
     assert "error[chained-url]: checkpoint.resume" in done.stderr
     for arguments in (["validate", REFERENCE], ["convert", "--to", "fp32", REFERENCE], ["ckpt", "ls", REFERENCE]):
-        assert "chain" in dsjob(*arguments, cwd=tmp_path, fresh=True).stderr
+        assert "chain" in dsjob(*arguments, cwd=tmp_path).stderr
     assert not (tmp_path / MARKER).exists()
 
 
 def test_a_grant_reaches_the_ranks(tmp_path: Path) -> None:
     """The run gets as far as asking fsspec, in a rank; which protocols there are is then fsspec's to say."""
     write_json(tmp_path / "cfg.json", make_job(checkpoint={"dir": "nowhere://a"}))
-    told = dsjob("validate", "cfg.json", cwd=tmp_path, fresh=True)
+    told = dsjob("validate", "cfg.json", cwd=tmp_path)
     assert (told.returncode, "warning[untrusted-protocol]: checkpoint.dir" in told.stdout) == (0, True)
-    done = dsjob("run", "cfg.json", cwd=tmp_path, fresh=True)
+    done = dsjob("run", "cfg.json", cwd=tmp_path)
     assert "--trust protocol:nowhere" in done.stderr
-    done = dsjob("run", "cfg.json", "--trust", "protocol:nowhere", cwd=tmp_path, fresh=True)
+    done = dsjob("run", "cfg.json", "--trust", "protocol:nowhere", cwd=tmp_path)
     assert "Protocol not known: nowhere" in done.stderr
     config = tmp_path / "home" / "dsjob" / "config.yaml"
     config.parent.mkdir(parents=True)
     config.write_text("trust: [protocol:nowhere]\n")
     env = str(tmp_path / "home")
     for arguments in (["run", "cfg.json"], ["ckpt", "ls", "nowhere://a"], ["validate", "nowhere://a.json"]):
-        assert "Protocol not known: nowhere" in dsjob(*arguments, cwd=tmp_path, fresh=True, XDG_CONFIG_HOME=env).stderr
+        assert "Protocol not known: nowhere" in dsjob(*arguments, cwd=tmp_path, XDG_CONFIG_HOME=env).stderr
 
 
 def test_the_attack_is_one(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -307,7 +307,7 @@ def test_overrides_of_unknown_keys_are_left_out_for_a_check() -> None:
 
 
 def test_very_many_overrides_of_unknown_keys_end_with_the_first_twenty() -> None:
-    error = refuse(DocumentError, ["+recipe=quickstart", *(f"trainer.zzz{n}=1" for n in range(30))])
+    error = refuse(DocumentError, [f"trainer.zzz{n}=1" for n in range(30)])
     assert isinstance(error, DocumentError)
     assert len(error.problems) == 20
 

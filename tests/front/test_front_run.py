@@ -265,13 +265,14 @@ def run_python(arguments: list[str], folder: Path, fresh: bool = False) -> subpr
     return subprocess.run(command, cwd=folder, env=environment, capture_output=True, text=True, check=False)
 
 
-def test_a_notebook_shows_the_progress_of_its_cells(folder: Path) -> None:
+@pytest.mark.full("2")
+@pytest.mark.parametrize("nproc", [1, 2])
+def test_a_notebook_shows_the_progress_of_its_cells(folder: Path, nproc: int) -> None:
     nbformat, nbclient = pytest.importorskip("nbformat"), pytest.importorskip("nbclient")
     pytest.importorskip("ipykernel")
     cells = [
         f"import dsjob\ndocument = {DOCUMENT!r}",
-        "dsjob.run(document).step",
-        "dsjob.run(document, overrides=['launch.nproc=2', 'output.dir=two']).step",
+        f"dsjob.run(document, overrides=['launch.nproc={nproc}']).step",
         "dsjob.run({**document, 'model': {'_target_': 'my_model.Crash'}, 'output': {'dir': 'crash'}})",
     ]
     notebook = nbformat.v4.new_notebook(cells=[nbformat.v4.new_code_cell(cell) for cell in cells])
@@ -279,11 +280,11 @@ def test_a_notebook_shows_the_progress_of_its_cells(folder: Path) -> None:
         notebook, timeout=120, allow_errors=True, resources={"metadata": {"path": str(folder)}}
     )
     client.execute()
-    for cell in notebook.cells[1:3]:
-        printed = "".join(output.text for output in cell.outputs if output.output_type == "stream")
-        assert "step 1/3  33%" in printed
-        assert "step 3/3 100%" in printed
-        assert "saved" in printed
-        assert cell.outputs[-1].data["text/plain"] == "3"
-    (failed,) = [output for output in notebook.cells[3].outputs if output.output_type == "error"]
+    outputs = notebook.cells[1].outputs
+    printed = "".join(output.text for output in outputs if output.output_type == "stream")
+    assert "step 1/3  33%" in printed
+    assert "step 3/3 100%" in printed
+    assert "saved" in printed
+    assert outputs[-1].data["text/plain"] == "3"
+    (failed,) = [output for output in notebook.cells[2].outputs if output.output_type == "error"]
     assert (failed.ename, failed.evalue) == ("ValueError", "shapes do not fit")

@@ -5,12 +5,13 @@ from __future__ import annotations
 import json
 import os
 import pty
-import subprocess
+import sys
 from pathlib import Path
 
 import pytest
 import transformers
-from jobs import DSJOB, clean_env, dsjob
+from jobs import dsjob
+from programs import Program
 from text_jobs import JOB, SENTENCES
 
 import dsjob as dsjob_module
@@ -88,15 +89,9 @@ def test_a_tokenizer_of_transformers_is_loaded_from_its_folder(run: Path, tmp_pa
 
 def test_without_a_prompt_the_terminal_is_asked(run: Path) -> None:
     ours, theirs = pty.openpty()
-    process = subprocess.Popen(
-        [DSJOB, "generate", str(run), "--max-new-tokens", "4"],
-        stdin=theirs,
-        stdout=subprocess.PIPE,
-        stderr=subprocess.PIPE,
-        cwd=run.parent,
-        env=clean_env(),
-        text=True,
-    )
+    open_terminal = f"import os, sys; os.dup2(os.open({os.ttyname(theirs)!r}, os.O_RDWR), 0); sys.stdin = open(0)"
+    code = f"{open_terminal}; from dsjob.cli import main; sys.exit(main())"
+    process = Program([sys.executable, "-c", code, "generate", run, "--max-new-tokens", "4"], cwd=run.parent)
     os.write(ours, b"\n" + b"a" * 70 + b"\nsome\n\x04")
     out, error = process.communicate(timeout=120)
     assert process.returncode == 0, error

@@ -5,14 +5,13 @@ from __future__ import annotations
 import json
 import os
 import signal
-import subprocess
 import time
 from pathlib import Path
 from typing import Any
 
 import pytest
 from jobs import dsjob, make_job
-from programs import DSJOB, clean_env
+from programs import DSJOB, Program, clean_env
 
 from dsjob import list_runs
 from dsjob.errors import UsageError
@@ -61,13 +60,13 @@ def test_the_status_of_real_runs(tmp_path: Path, nproc: int) -> None:
     bad = dsjob("cfg.json", "model._target_=my_model.NanOnce", "output.dir=runs/failed", cwd=tmp_path)
     assert bad.returncode == 1
     command = [DSJOB, "cfg.json", "output.dir=runs/killed"]
-    process = subprocess.Popen(command, cwd=tmp_path, env=clean_env(ACT="wait"), stdout=subprocess.DEVNULL)
+    process = Program(command, cwd=tmp_path, env=clean_env(ACT="wait"))
     while not (tmp_path / "waits").exists():
         assert process.poll() is None
         time.sleep(0.05)
     assert describe(str(runs / "killed")).status == "running"
-    process.send_signal(signal.SIGKILL)
-    process.wait()
+    process.kill()
+    process.wait(60)
     assert {Path(run.folder).name: run.status for run in list_runs(str(runs))} == {
         "killed": "killed",
         "failed": "failed",

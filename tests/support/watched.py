@@ -1,6 +1,6 @@
 """A command under an audit hook: run as a script, it prints what the process tried, as JSON, after its own output.
 
-watched.py MODE FILE        MODE: validate, show, run; or `find`: call each target of a JSON list as a job would
+watched.py MODE FILE...     MODE: validate, show, run; or `find`: call each target of a JSON list as a job would
 """
 
 from __future__ import annotations
@@ -59,20 +59,21 @@ def find(path: str) -> None:
             events.append(f"{value['_target_']} was called: {error!r}")
 
 
-def main(mode: str, path: str) -> int:
+def main(mode: str, *paths: str) -> int:
     global watching
     sys.addaudithook(hook)
     if mode == "find":
-        find(path)
-        code = 0
+        for path in paths:
+            find(path)
+        codes = [0]
     else:
         watching = True
         from dsjob.cli import main as command
 
-        code = command([mode, path])
+        codes = [command([mode, path]) for path in paths]
     watching = False
     heavy = sorted({"torch", "transformers", "my_model"} & set(sys.modules)) if mode != "find" else []
-    print(json.dumps({"code": code, "events": events, "imported": heavy}))  # noqa: T201
+    print(json.dumps({"codes": codes, "events": events, "imported": heavy}))  # noqa: T201
     return 0
 
 

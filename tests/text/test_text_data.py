@@ -10,7 +10,6 @@ import os
 import re
 import signal
 import socket
-import subprocess
 import sys
 import time
 from itertools import islice
@@ -20,6 +19,8 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
+from killed import wait_until
+from programs import Program, run_program
 from torch import Tensor
 
 from dsjob import storage
@@ -239,25 +240,27 @@ print(len(Text(sys.argv[1])), flush=True)
 """
 
 
-def start(path: str, seconds: float) -> subprocess.Popen[str]:
-    return subprocess.Popen([sys.executable, "-c", BUILD, path, str(seconds)], stdout=subprocess.PIPE, text=True)
+def start(path: str, seconds: float) -> Program:
+    return Program([sys.executable, "-c", BUILD, path, str(seconds)], cwd=Path(path).parent)
 
 
 def test_one_process_builds_while_the_others_wait_and_a_killed_one_is_replaced(tmp_path: Path) -> None:
     path = write_texts(tmp_path, "jsonl")
     first = start(path, 600)
-    assert first.stdout is not None
-    assert first.stdout.readline() == "building\n"
+    wait_until(lambda: first.stdout == "building\n", 60, "nothing is built")
     others = [start(path, 0.5) for _ in range(2)]
     time.sleep(0.3)
     os.kill(first.pid, signal.SIGKILL)
-    first.wait()
+    first.wait(60)
     said = sorted(other.communicate(timeout=60)[0] for other in others)
     assert said == [f"{len(TEXTS)}\n", f"building\n{len(TEXTS)}\n"]
 
 
 WAIT = """
-import sys
+import os, sys
+# With another parent: of two ranks of a launcher, only the one that builds says so.
+if child := os.fork():
+    sys.exit(os.waitstatus_to_exitcode(os.waitpid(child, 0)[1]))
 from dsjob.ranks import patience
 patience.TO_SAY, patience.TO_SAY_AGAIN, patience.TO_MISS = 0.2, 0.5, 2.0
 from dsjob.text import Text
@@ -269,22 +272,19 @@ def test_a_process_says_for_whom_it_waits_and_does_not_wait_for_a_silent_one(tmp
     """A stopped process stands for one on a machine that is gone: its lock is held, but it gives no signs of life."""
     path = write_texts(tmp_path, "jsonl")
     builder = start(path, 600)
-    assert builder.stdout is not None
-    assert builder.stdout.readline() == "building\n"
-    # With another parent: of two ranks of a launcher, only the one that builds says so.
-    command = ["bash", "-c", '"$@"; exit $?', "bash", sys.executable, "-c", WAIT, path]
-    waiting = subprocess.Popen(command, stderr=subprocess.PIPE, text=True)
+    wait_until(lambda: builder.stdout == "building\n", 60, "nothing is built")
+    waiting = Program([sys.executable, "-c", WAIT, path], cwd=tmp_path)
     try:
-        assert waiting.stderr is not None
-        line = waiting.stderr.readline()
+        wait_until(lambda: "\n" in waiting.stderr, 60, "it says nothing")
+        line = waiting.stderr.splitlines(keepends=True)[0]
         who = f"process {builder.pid} on {socket.gethostname()}"
         assert re.fullmatch(rf"dsjob: process \d+ has waited \d s for {who}, which is tokenising {path}\n", line)
         assert waiting.poll() is None
-        builder.send_signal(signal.SIGSTOP)
+        os.kill(builder.pid, signal.SIGSTOP)
         _, told = waiting.communicate(timeout=60)
     finally:
         builder.kill()
-        builder.wait()
+        builder.wait(60)
     assert waiting.returncode
     assert f"{who} holds the lock" in told
     assert "has shown no sign of life for 2 s" in told
@@ -336,7 +336,7 @@ def test_a_huge_dataset_starts_at_once_and_is_never_loaded(tmp_path: Path, cache
         "print(found, (resource.getrusage(resource.RUSAGE_SELF).ru_maxrss - before) // 1024)\n"
     )
     del dataset
-    done = subprocess.run([sys.executable, "-c", script, str(tmp_path / "texts.jsonl")], capture_output=True, text=True)
+    done = run_program([sys.executable, "-c", script, tmp_path / "texts.jsonl"], cwd=tmp_path)
     assert done.stdout.startswith(f"(torch.Size([2048]), {tokens // 2048}) "), done.stderr
     assert int(done.stdout.split()[-1]) < 100  # MB
 

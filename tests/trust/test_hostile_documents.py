@@ -74,10 +74,10 @@ def folder(tmp_path: Path) -> Path:
     return job
 
 
-def watch(folder: Path, mode: str, name: str) -> tuple[dict[str, Any], str]:
+def watch(folder: Path, mode: str, *names: str) -> tuple[dict[str, Any], str]:
     """What a process did (see `watched`), and what it said."""
     done = subprocess.run(
-        [sys.executable, "-P", str(WATCHED), mode, name],
+        [sys.executable, "-P", str(WATCHED), mode, *names],
         cwd=folder,
         env=clean_env(PYTHONDONTWRITEBYTECODE="1", HF_HUB_OFFLINE="1", XDG_CONFIG_HOME=str(folder)),
         capture_output=True,
@@ -113,7 +113,7 @@ def test_nothing_happens_in_validate_show_and_run(folder: Path) -> None:
     write_json(folder / "cfg.json", document)
     for mode, code in (("validate", 2), ("show", 0), ("run", 2)):
         found, said = watch(folder, mode, "cfg.json")
-        assert found == {"code": code, "events": [], "imported": []}, (mode, said)
+        assert found == {"codes": [code], "events": [], "imported": []}, (mode, said)
         if mode != "show":
             named = count_tries(said)
             assert {f"try{number}" for number in named} == set(document["callbacks"]), mode
@@ -135,22 +135,26 @@ def test_nothing_happens_in_validate_show_and_run(folder: Path) -> None:
     )
 
 
-@pytest.mark.parametrize(
-    "where", ["model", "data.train", "data.eval", "data.collate", "loss", "optimizer", "scheduler"]
-)
-def test_nothing_happens_wherever_a_target_may_stand(folder: Path, where: str) -> None:
-    section, _, key = where.partition(".")
-    document = make_job(model={"_target_": "my_model.build"})
-    value = {"_target_": "os.system", "command": TOUCH}
-    if key:
-        document[section][key] = value
-    else:
-        document[section] = value
-    write_json(folder / "cfg.json", document)
-    found, said = watch(folder, "run", "cfg.json")
-    assert found == {"code": 2, "events": [], "imported": []}
-    assert f"{where}._target_: os.system is not trusted" in said
-    assert "run with --trust os.system" in said
+PLACES = ["model", "data.train", "data.eval", "data.collate", "loss", "optimizer", "scheduler"]
+
+
+def test_nothing_happens_wherever_a_target_may_stand(folder: Path) -> None:
+    """One document for each place, all in one process."""
+    for where in PLACES:
+        section, _, key = where.partition(".")
+        document = make_job(model={"_target_": "my_model.build"})
+        value = {"_target_": "os.system", "command": TOUCH}
+        if key:
+            document[section][key] = value
+        else:
+            document[section] = value
+        write_json(folder / f"{where}.json", document)
+    found, said = watch(folder, "run", *(f"{where}.json" for where in PLACES))
+    assert found == {"codes": [2] * len(PLACES), "events": [], "imported": []}
+    for where in PLACES:
+        (told,) = [line for line in said.splitlines() if line.startswith(f"{where}.json:")]
+        assert f"{where}._target_: os.system is not trusted" in told
+        assert "run with --trust os.system" in told
     assert not (folder / MARKER).exists()
 
 
@@ -166,9 +170,11 @@ def test_there_is_no_way_out_of_a_trusted_module(folder: Path) -> None:
     assert not (folder / MARKER).exists()
 
 
-def test_a_run_stops_at_a_way_out(folder: Path) -> None:
+@pytest.mark.full("True")
+@pytest.mark.parametrize("fresh", [False, True])
+def test_a_run_stops_at_a_way_out(folder: Path, fresh: bool) -> None:
     write_json(folder / "cfg.json", make_job(model={"_target_": "my_model.os.system", "command": TOUCH}))
-    done = dsjob("run", "cfg.json", cwd=folder, fresh=True)
+    done = dsjob("run", "cfg.json", cwd=folder, fresh=fresh)
     assert done.returncode == 2, done.stderr
     assert "my_model.os.system is not trusted: my_model.os is the module os" in done.stderr
     assert "--trust my_model.os.system" in done.stderr
@@ -184,7 +190,7 @@ def test_a_job_document_sets_nothing_of_hydras(folder: Path, name: str) -> None:
     }
     write_json(folder / "cfg.json", make_job(model={"_target_": "my_model.build"}) | {name: values[name]})
     for arguments in (["validate", "cfg.json"], ["show", "cfg.json"], ["cfg.json"], ["-m", "cfg.json", "name=a,b"]):
-        done = dsjob(*arguments, cwd=folder, fresh=True)
+        done = dsjob(*arguments, cwd=folder)
         assert done.returncode == 2, arguments
         assert f"{name}: may not be set by a job document" in done.stderr
         assert "cfg.json:" in done.stderr

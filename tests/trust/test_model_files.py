@@ -240,6 +240,7 @@ except Exception as error:
 """
 
 
+@pytest.mark.full("True")
 @pytest.mark.parametrize("allowed", [True, False])
 def test_the_kernel_of_a_local_config_is_loaded_with_the_flag_alone(folder: Path, allowed: bool) -> None:
     """With a stand-in for the package that loads kernels."""
