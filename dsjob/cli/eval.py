@@ -3,8 +3,9 @@
 from __future__ import annotations
 
 import argparse
+import json
 
-from dsjob.cli.flags import add_arguments, add_choice, allow_protocols, make_parser, read_flags
+from dsjob.cli.flags import add_arguments, add_choice, add_form, allow_protocols, make_parser, read_flags
 from dsjob.cli.overrides import is_override
 from dsjob.errors import UsageError
 from dsjob.front.checkpoint import choose_checkpoint
@@ -12,6 +13,7 @@ from dsjob.front.execute import run_composed
 from dsjob.front.tasks import Task, make_task
 from dsjob.launch import launcher
 from dsjob.launch.rank import end_rank
+from dsjob.training.form import Form, showing
 
 
 def main(arguments: list[str], debug: bool) -> int:
@@ -27,6 +29,7 @@ def main(arguments: list[str], debug: bool) -> int:
             "dsjob eval s3://bucket/a/checkpoints trainer.micro_batch=64 output.dir=evaluated",
         ),
     )
+    add_form(parser)
     return perform("eval", parser.parse_intermixed_args(arguments), debug)
 
 
@@ -49,9 +52,12 @@ def perform(task: Task, args: argparse.Namespace, debug: bool) -> int:
     named, overrides = split_words(task, args.words)
     chosen = choose_checkpoint(named, args.tag, best=args.best)
     source = make_task(task, chosen, overrides, ema=args.ema)
-    result = run_composed(source.compose(), chosen.grant(read_flags(args)), debug)
-    if launcher.is_first():
-        print(f"result  {result['run_dir']}/result.json")  # noqa: T201
+    form: Form = "json" if args.json else "quiet" if args.quiet else ""
+    with showing(form):
+        result = run_composed(source.compose(), chosen.grant(read_flags(args)), debug)
+    if launcher.is_first() and form != "quiet":
+        shown = json.dumps({"event": "result", **result}) if form else f"result  {result['run_dir']}/result.json"
+        print(shown)  # noqa: T201
     if launcher.read_world_size() is not None:
         end_rank(0)
     return 0

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from dsjob.cli.eval import make_task_parser, perform
+from dsjob.cli.flags import add_form
 
 
 def main(arguments: list[str], debug: bool) -> int:
@@ -18,4 +19,5 @@ def main(arguments: list[str], debug: bool) -> int:
             "dsjob predict runs/a launch.nproc=2 predict.format=safetensors predict.dir=s3://bucket/predictions",
         ),
     )
+    add_form(parser)
     return perform("predict", parser.parse_intermixed_args(arguments), debug)

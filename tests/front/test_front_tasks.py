@@ -109,6 +109,11 @@ def test_the_command_prints_metrics_and_the_result(folder: Path) -> None:
     assert done.returncode == 0, done.stderr
     assert f"eval  eval/loss {read_losses()[1]:.4f}" in done.stdout
     assert done.stdout.splitlines()[-1] == "result  run/eval-step-00000001/result.json"
+    told = run_command("eval", "run", "-t", "step-00000001", "--json", cwd=folder).stdout
+    lines = [json.loads(line) for line in told.splitlines()]
+    assert lines[-1]["event"] == "result"
+    assert lines[-1]["metrics"]["eval/loss"] == pytest.approx(read_losses()[1])
+    assert run_command("eval", "run", "--quiet", cwd=folder).stdout == ""
 
 
 def test_torchrun_evaluates(folder: Path) -> None:
