@@ -121,6 +121,11 @@ class Accelerator:
         return getattr(self._module, name)
 
 
+def is_current_accelerator_supported() -> bool:
+    """Whether DeepSpeed supports this kind of device: it does all that dsjob uses."""
+    return True
+
+
 @cache
 def get_accelerator() -> Accelerator:
     """The accelerator of this machine."""

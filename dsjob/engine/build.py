@@ -271,6 +271,8 @@ def _spread(
     if pipeline is None:
         prepare_blocks(model, spec)
     if isinstance(model, PipelineModule):
+        if spec.pipeline.activation_checkpoint_interval:
+            model.set_checkpoint_interval(spec.pipeline.activation_checkpoint_interval)
         pipeline = StagePasses(model.stage, world, model.schedule)
     stages = pipeline.world.pipe.size if pipeline is not None else 1
     asked: Any = spec.pipeline.stages

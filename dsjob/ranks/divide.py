@@ -13,6 +13,7 @@ import torch.distributed as dist
 from dsjob.errors import UsageError
 from dsjob.ranks.axes import Axes
 from dsjob.ranks.mesh import Ranks, World
+from dsjob.ranks.topology import ProcessTopology, order_ranks
 
 _WITHIN_MODEL = ("pipe", "context", "tensor")
 
@@ -48,6 +49,12 @@ def divide_axes(world: World, *, pipe: int = 1, context: int = 1, tensor: int = 
         tensor=along["tensor"],
         order=tuple(order),
     )
+
+
+def divide_by(topology: ProcessTopology, world: World) -> World:
+    """Divides `world` like `divide_axes`, by the axes `pipe`, `data` and `model` of a topology, in its order."""
+    pipe, tensor = (max(topology.get_dim(axis), 1) for axis in ("pipe", "model"))
+    return divide_axes(world, pipe=pipe, tensor=tensor, order=order_ranks(topology))
 
 
 def _find_along(world: World, places: torch.Tensor, axes: Axes, name: str, *, always: bool = False) -> Ranks:

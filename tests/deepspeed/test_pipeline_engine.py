@@ -10,6 +10,7 @@ from typing import Any
 
 import pytest
 import torch
+import torch.distributed as dist
 from pipelines import Block, deal, find_loss, list_specs, make_engine, train
 from programs import DSJOB, run_program
 from ranks import run_ranks
@@ -31,6 +32,7 @@ from dsjob.deepspeed.runtime.pipe.schedule import (
     SendActivation,
     SendGrad,
 )
+from dsjob.deepspeed.runtime.pipe.topology import PipelineParallelGrid, PipeModelDataParallelTopology
 from dsjob.errors import DataError, LostRankError, UsageError
 from dsjob.ranks.mesh import World
 
@@ -241,6 +243,28 @@ def test_a_stage_that_fails_is_named_on_all_stages(how: str) -> None:
             assert f"stage {guilty} of the pipeline failed" in text
         assert seconds < 20
     assert LostRankError.exit_code == 76
+
+
+def build_grid(world: World) -> tuple[Any, ...]:
+    grid = PipelineParallelGrid(PipeModelDataParallelTopology(num_pp=2, num_mp=1, num_dp=1))
+    summed = torch.tensor([world.everyone.rank])
+    dist.all_reduce(summed, group=grid.get_pipe_parallel_group())
+    config = {
+        "train_batch_size": 2,
+        "optimizer": {"type": "SGD", "params": {"lr": 0.1}},
+        "pipeline": {"activation_checkpoint_interval": 2},
+    }
+    net = PipelineModule([nn.Linear(2, 2), nn.Linear(2, 2)], num_stages=2, loss_fn=nn.MSELoss())
+    engine, *_ = deepspeed.initialize(model=net, config=config)
+    interval = engine.module.activation_checkpoint_interval
+    engine.module.set_checkpoint_interval(0)
+    engine.train_batch(iter([(torch.ones(2, 2), torch.ones(2, 2))]))
+    return grid.pp_group, grid.dp_group, int(summed), interval, engine.module.activation_checkpoint_interval
+
+
+def test_a_programs_own_grid_and_the_configs_interval() -> None:
+    first, last = run_ranks(build_grid, 2)
+    assert (first, last) == (([0, 1], [0], 1, 2, 0), ([0, 1], [1], 1, 2, 0))
 
 
 def test_specs_are_listed() -> None:

@@ -12,17 +12,17 @@ from torch import Tensor, nn
 
 from dsjob.checkpointing import checkpoint
 from dsjob.errors import UsageError
-from dsjob.parallel.pipeline.layers import Layer, Recompute, count_parameters, list_layers
+from dsjob.parallel.pipeline.layers import Layer, LayerSequence, Recompute, count_parameters, list_layers
 from dsjob.parallel.pipeline.measure import measure_layers
 from dsjob.parallel.pipeline.passes import MakeSchedule
 from dsjob.parallel.pipeline.stage import Stage, cut_sequence
 from dsjob.pipelines.orders import SCHEDULES
 from dsjob.pipelines.partition import partition
 from dsjob.ranks.agreement import on_rank_0
-from dsjob.ranks.divide import divide_axes
+from dsjob.ranks.divide import divide_by
 from dsjob.ranks.mesh import World, join_world
 from dsjob.ranks.seeding import seed_rng
-from dsjob.ranks.topology import PipeDataParallelTopology, ProcessTopology, order_ranks
+from dsjob.ranks.topology import PipeDataParallelTopology, ProcessTopology
 
 
 class PipelineModule(nn.Module):
@@ -97,7 +97,12 @@ class PipelineModule(nn.Module):
             set_seed=self.seed_fn,
         )
 
+        layers_here = self.stage.module.forward
+        assert isinstance(layers_here, LayerSequence)
+        self.__dict__["_layers"] = layers_here
+
     loss_fn: Callable[[Any, Any], Tensor] | None
+    _layers: LayerSequence
 
     def _build(self, number: int, layer: Layer) -> Any:
         if self.seed_layers:
@@ -107,14 +112,22 @@ class PipelineModule(nn.Module):
     def divide(self) -> World:
         """The ranks as the topology divides them: only the last stage reports metrics. A collective, which creates
         process groups."""
-        tensor = max(self._topology.get_dim("model"), 1)
-        world = divide_axes(self._world, pipe=self.num_stages, tensor=tensor, order=order_ranks(self._topology))
+        world = divide_by(self._topology, self._world)
         last = world.pipe.rank == world.pipe.size - 1
-        return dataclasses.replace(world, opaque=tensor > 1, reports=last)
+        return dataclasses.replace(world, opaque=world.tensor.size > 1, reports=last)
 
     def topology(self) -> ProcessTopology:
         """The topology."""
         return self._topology
+
+    @property
+    def activation_checkpoint_interval(self) -> int:
+        """Activations are recomputed in groups of so many layers; 0: all are kept."""
+        return self._layers.interval
+
+    def set_checkpoint_interval(self, interval: int) -> None:
+        """Recomputes activations in groups of so many layers from now on; 0 keeps all."""
+        self._layers.interval = interval
 
     def num_pipeline_stages(self) -> int:
         """The number of stages."""

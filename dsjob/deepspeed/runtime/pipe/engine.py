@@ -39,7 +39,7 @@ class PipelineEngine(DeepSpeedEngine):
         super().__init__(*args, **given)
         self._batches: Iterator[Any] | None = None
         self._batch_fn: Callable[[Any], Any] | None = None
-        self.grid = PipelineParallelGrid(self._pipeline_module.topology(), self.world)
+        self.grid = PipelineParallelGrid(self._pipeline_module.topology(), world=self.world)
         self.num_stages, self.stage_id = self.grid.pipe_parallel_size, self.grid.stage_id
         function = self._pipeline_module.loss_fn
         if isinstance(function, nn.Module):

@@ -7,21 +7,31 @@ from typing import Any
 import torch.distributed as _dist
 
 from dsjob.deepspeed.absent import explain_names as _explain_names
-from dsjob.ranks.mesh import Ranks, World
+from dsjob.ranks.divide import divide_by
+from dsjob.ranks.mesh import Ranks, World, join_world
 from dsjob.ranks.topology import PipeDataParallelTopology as PipeDataParallelTopology
 from dsjob.ranks.topology import PipeModelDataParallelTopology as PipeModelDataParallelTopology
 from dsjob.ranks.topology import ProcessTopology as ProcessTopology
 
 
 class PipelineParallelGrid:
-    """This rank's place in a pipeline, with Megatron's method names: the mpu of a PipelineEngine."""
+    """This rank's place in a pipeline, with Megatron's method names: the mpu of a PipelineEngine.
 
-    def __init__(self, topology: ProcessTopology, world: World) -> None:
+    topology: of all ranks of the job. process_group: has no effect. world: the ranks, divided by it; if None, divided
+    here, in a collective. Raises UsageError.
+    """
+
+    def __init__(self, topology: ProcessTopology, process_group: object = None, *, world: World | None = None) -> None:
+        world = world or divide_by(topology, join_world())
         self._topo, self._world = topology, world
         self.global_rank, self.world_size = world.everyone.rank, world.everyone.size
         self.data_parallel_size, self.pipe_parallel_size = world.data_size, world.pipe.size
         self.model_parallel_size = self.slice_parallel_size = world.tensor.size
         self.stage_id, self.data_parallel_id = world.pipe.rank, world.data_rank
+        place: Any = topology.get_coord(self.global_rank)._asdict()
+        # The ranks of the job that are data-parallel to this one, and those of its pipeline.
+        self.dp_group = topology.filter_match(**{axis: number for axis, number in place.items() if axis != "data"})
+        self.pp_group = topology.filter_match(**{axis: number for axis, number in place.items() if axis != "pipe"})
         self.is_first_stage, self.is_last_stage = self.stage_id == 0, self.stage_id == self.pipe_parallel_size - 1
 
     def topology(self) -> ProcessTopology:
