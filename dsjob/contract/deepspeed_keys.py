@@ -19,6 +19,7 @@ _MOVED: dict[str | int, tuple[str, str]] = {
     "train_micro_batch_size_per_gpu": ("trainer", "micro_batch"),
     "gradient_accumulation_steps": ("trainer", "grad_accum"),
     "steps_per_print": ("trainer", "log_every"),
+    "sequence_parallel_size": ("context_parallel", "size"),
     "tensorboard": ("monitor", "tensorboard"),
     "csv_monitor": ("monitor", "csv_monitor"),
     "wandb": ("monitor", "wandb"),

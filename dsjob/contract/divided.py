@@ -1,4 +1,4 @@
-"""The section `tensor_parallel` as a typed value; part of `contract.spec`."""
+"""The sections `tensor_parallel` and `context_parallel` as typed values; part of `contract.spec`."""
 
 from __future__ import annotations
 
@@ -22,3 +22,10 @@ class TensorParallel:
     def ranks(self) -> int:
         """The ranks among which layers are divided."""
         return max(self.size, self.autotp_size)
+
+
+@dataclass(frozen=True, slots=True)
+class ContextParallel:
+    """size: the ranks among which sequences are divided."""
+
+    size: int

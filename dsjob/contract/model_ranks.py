@@ -8,8 +8,14 @@ from typing import Any
 from dsjob.contract.paths import Path, get_at
 
 _TENSOR: tuple[Path, ...] = (("tensor_parallel", "size"), ("tensor_parallel", "autotp_size"))
+_CONTEXT: tuple[Path, ...] = (("context_parallel", "size"), ("sequence_parallel_size",))
 # The keys whose product it is. Of those in one row, which are names of the same size, the largest counts.
-_ROWS: tuple[tuple[Path, ...], ...] = ((("trainer", "model_parallel_size"),), (("pipeline", "stages"),), _TENSOR)
+_ROWS: tuple[tuple[Path, ...], ...] = (
+    (("trainer", "model_parallel_size"),),
+    (("pipeline", "stages"),),
+    _CONTEXT,
+    _TENSOR,
+)
 KEYS: tuple[Path, ...] = tuple(path for row in _ROWS for path in row)
 
 
@@ -40,3 +46,8 @@ def count_model_ranks(document: Mapping[str, Any]) -> int:
 def read_tensor_size(document: Mapping[str, Any]) -> int:
     """The ranks among which layers are divided."""
     return max(1, *(_read(document, path) for path in _TENSOR))
+
+
+def read_context_size(document: Mapping[str, Any]) -> int:
+    """The ranks among which sequences are divided, in a job or in a DeepSpeed config."""
+    return max(1, *(_read(document, path) for path in _CONTEXT))

@@ -12,7 +12,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, fields, is_dataclass
 from typing import Any, Literal, NewType, TypeVar, cast
 
-from dsjob.contract.divided import TensorParallel
+from dsjob.contract.divided import ContextParallel, TensorParallel
 from dsjob.contract.lengths import Length, read_length
 from dsjob.contract.monitors import Comet, Mlflow, MonitorFiles, Wandb
 from dsjob.contract.precisions import Bf16, DataTypes, Dtype, Fp16, TorchAutocast
@@ -242,6 +242,7 @@ class EngineSpec:
     activation_checkpointing: ActivationCheckpointing
     pipeline: Pipeline
     tensor_parallel: TensorParallel
+    context_parallel: ContextParallel
     compile: Compile
     ops: Ops
     aio: Aio
@@ -282,7 +283,8 @@ class JobSpec(EngineSpec):
     @property
     def model_ranks(self) -> int:
         """The ranks that hold one model together."""
-        return self.trainer.model_parallel_size * self.pipeline.size * self.tensor_parallel.ranks
+        parts = self.context_parallel.size * self.tensor_parallel.ranks
+        return self.trainer.model_parallel_size * self.pipeline.size * parts
 
     @property
     def driven(self) -> bool:

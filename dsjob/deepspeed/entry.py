@@ -11,7 +11,6 @@ from torch.optim import Optimizer
 from torch.optim.lr_scheduler import LRScheduler
 
 from dsjob.contract import schema
-from dsjob.contract.model_ranks import read_tensor_size
 from dsjob.data import Epochs
 from dsjob.deepspeed.program_monitors import require_packages
 from dsjob.deepspeed.runtime.engine import DeepSpeedEngine
@@ -51,7 +50,7 @@ def initialize(
     given = configs.read_given(args, config, trust)
     with build.dropping_own_group():
         port = distributed_port if dist_init_required is not False else None
-        world = build.join(mpu, mesh_param, port, model, tensor=read_tensor_size(given.config))
+        world = build.join(mpu, mesh_param, port, model, given.config)
         on_rank_0(world.everyone, lambda: require_packages(given))
         if dotted and world.everyone.rank == 0:
             listed = (

@@ -17,7 +17,7 @@ from torch.optim.lr_scheduler import LRScheduler
 from dsjob import checkpointing
 from dsjob.compute.find_blocks import mark_leaves
 from dsjob.compute.precision import Precision
-from dsjob.contract.model_ranks import read_tensor_size
+from dsjob.contract.model_ranks import read_context_size, read_tensor_size
 from dsjob.contract.spec import EngineSpec
 from dsjob.data import Epochs
 from dsjob.data.passes import require_same_length
@@ -37,7 +37,7 @@ from dsjob.parallel import Strategy, build_strategy
 from dsjob.parallel.pipeline.module import PipelineModule
 from dsjob.parallel.pipeline.passes import StagePasses
 from dsjob.parallel.sharded import refuse_sharded
-from dsjob.parallel.tensor.divide import divide_layers
+from dsjob.parallel.tensor.divide import divide_model
 from dsjob.ranks.divide import divide_axes
 from dsjob.ranks.mesh import World, join_world, leave_world
 from dsjob.ranks.mpu import divide
@@ -87,7 +87,7 @@ def initialize(
     given = configs.read_given(args, config if config is not None else config_params, trust)
     with dropping_own_group():
         port = distributed_port if dist_init_required is not False else None
-        world = join(mpu, mesh_param, port, model, tensor=read_tensor_size(given.config))
+        world = join(mpu, mesh_param, port, model, given.config)
         engine = make_engine(Engine, model, given, world, optimizer, model_parameters, lr_scheduler)
         loader = make_loader(engine, training_data, collate_fn)
     return engine, engine.optimizer, loader, engine.lr_scheduler
@@ -117,27 +117,42 @@ def dropping_own_group() -> Iterator[None]:
         raise
 
 
-def join(mpu: Any, mesh_param: Sequence[int] | None, port: int | None, model: nn.Module, *, tensor: int = 1) -> World:
-    """The ranks of this program, divided by the mpu, by a PipelineModule, or into groups of `tensor` ranks with parts
-    of the same layers. Joins the process group first, using `port`, unless it is None."""
+def join(
+    mpu: Any, mesh_param: Sequence[int] | None, port: int | None, model: nn.Module, config: Mapping[str, Any]
+) -> World:
+    """The ranks of this program, divided by the mpu, by a PipelineModule, or as the config and `mesh_param` say. Joins
+    the process group first, using `port`, unless it is None."""
     if port is not None:
         init_distributed(distributed_port=port)
+    sizes: dict[str, Any] = {"tensor": read_tensor_size(config), "context": read_context_size(config)}
     if isinstance(model, PipelineModule):
         if mpu is not None:
             raise UsageError(
                 "initialize got an mpu for a PipelineModule, whose topology divides the ranks", hint="omit mpu"
             )
         return model.divide()
-    if tensor > 1 and mpu is not None:
-        raise UsageError("initialize got an mpu, and tensor_parallel divides the ranks", hint="omit one of them")
-    world = divide_axes(join_world(), tensor=tensor) if tensor > 1 else divide(join_world(), mpu)
-    if mesh_param and tuple(mesh_param) != (world.data_size, 1):
+    if mesh_param:
+        sizes["context"] = _read_mesh(mesh_param, sizes["context"], sizes["tensor"], mpu)
+    if max(sizes.values()) == 1:
+        return divide(join_world(), mpu)
+    if mpu is not None:
+        named = "tensor_parallel" if sizes["tensor"] > 1 else "sequence parallelism"
+        raise UsageError(f"initialize got an mpu, and {named} divides the ranks", hint="omit one of them")
+    return divide_axes(join_world(), **sizes)
+
+
+def _read_mesh(mesh_param: Sequence[int], context: int, tensor: int, mpu: Any) -> int:
+    """The second number of (data-parallel ranks, ranks that divide sequences). Raises UsageError."""
+    ranks = join_world().everyone.size // tensor
+    found = tuple(mesh_param)
+    if mpu is not None and len(found) == 2:
+        return int(found[1])
+    if len(found) != 2 or found[0] * found[1] != ranks or context not in (1, found[1]):
         raise UsageError(
-            f"mesh_param={mesh_param!r}: sequence parallelism is not supported; all {world.data_size} ranks are"
-            " data-parallel",
-            hint=f"omit it, or pass ({world.data_size}, 1)",
+            f"mesh_param={mesh_param!r} does not describe {ranks} ranks",
+            hint=f"pass (data-parallel ranks, ranks that divide sequences), for example ({ranks}, 1)",
         )
-    return world
+    return int(found[1])
 
 
 def make_engine(
@@ -266,7 +281,7 @@ def _prepare_optimizer(built: Optimizer | None, strategy: Strategy, spec: Engine
 def _spread(
     model: nn.Module, spec: EngineSpec, world: World, precision: Precision, pipeline: StagePasses | None
 ) -> Strategy:
-    divided = divide_layers(model, spec.tensor_parallel, world)
+    divided = divide_model(model, spec.tensor_parallel, world)
     # Before sharding: FSDP2's hooks then lie outside the recomputed and compiled forwards.
     if pipeline is None:
         prepare_blocks(model, spec)

@@ -6,7 +6,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from functools import cached_property
 from itertools import chain
 from types import MappingProxyType
@@ -28,6 +28,7 @@ from dsjob.optim.parts import split
 from dsjob.optim.shards import local
 from dsjob.parallel.masters import Masters
 from dsjob.parallel.norms import total_norm
+from dsjob.parallel.partial_sums import Partial, add_partial
 from dsjob.ranks.mesh import World
 from dsjob.ranks.mpu import find_counted_elsewhere
 from dsjob.ranks.splits import Split
@@ -106,7 +107,7 @@ class Strategy:
     # The engine calls it with the names of masters whose gradients are not finite, and skips the step, also in fp32.
     guard: Callable[[list[str]], None] | None = None
     splits: Mapping[str, Split] = MappingProxyType({})  # by name: parameters of which each tensor rank has a part
-    partial: Collection[str] = ()  # names of parameters whose gradients the tensor ranks add up
+    partial: Partial = ()  # parameters whose gradients other ranks than data-parallel ones add up
     gradient_factor: int = 1  # a step multiplies reduced gradients by it: the number of ranks to get their sum
 
     def __init__(self, model: nn.Module, world: World, precision: Precision, disk: Disk) -> None:
@@ -193,17 +194,7 @@ class Strategy:
             self.copies.take_gradients()
         if self.pipeline is not None:
             self.pipeline.add_tied_gradients(self.masters)
-        self._add_partial()
-
-    @torch.no_grad()
-    def _add_partial(self) -> None:
-        """Adds up the gradients of parameters that compute with another part of the activations on each tensor rank."""
-        found = [p.grad for name, p in self.masters.items() if name in self.partial and p.grad is not None]
-        for (device, _), own in _group(found).items():
-            flat = torch.cat([gradient.reshape(-1) for gradient in own]).to(self.world.device)
-            dist.all_reduce(flat, group=self.world.tensor.group)
-            parts = torch.split_with_sizes(flat.to(device), [gradient.numel() for gradient in own])
-            torch._foreach_copy_(own, [part.view_as(gradient) for part, gradient in zip(parts, own, strict=True)])
+        add_partial(self.masters, self.partial, self.world.device)
 
     @torch.no_grad()
     def clip(self, max_norm: float, scale: float = 1.0, divisor: Tensor | None = None) -> Tensor:

@@ -98,11 +98,12 @@ def divide_ranks(spec: JobSpec, world: World, trust: Trust) -> World:
 
     Raises UsageError, ContractError; errors of the mpu's own code pass through.
     """
-    if spec.pipeline.size > 1 or spec.tensor_parallel.ranks > 1:
-        divided = divide_axes(world, pipe=spec.pipeline.size, tensor=spec.tensor_parallel.ranks)
-        # Only the last stage has losses, and outputs for metrics. The ranks along `tensor` all have the same.
+    pipe, context, tensor = spec.pipeline.size, spec.context_parallel.size, spec.tensor_parallel.ranks
+    if max(pipe, context, tensor) > 1:
+        divided = divide_axes(world, pipe=pipe, context=context, tensor=tensor)
+        # Only the last stage has losses, and outputs for metrics. The ranks along the other axes all have the same.
         last = divided.pipe.rank == divided.pipe.size - 1
-        return dataclasses.replace(divided, reports=last and divided.tensor.rank == 0)
+        return dataclasses.replace(divided, reports=last and divided.context.rank == divided.tensor.rank == 0)
     mpu = call_target(spec.trainer.mpu, trust=trust, where=("trainer", "mpu")) if spec.trainer.mpu else None
     try:
         divided, parts = divide(world, mpu), spec.trainer.model_parallel_size

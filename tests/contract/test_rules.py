@@ -80,6 +80,12 @@ JOBS: list[tuple[str, dict[str, Any], str, dict[str, Any]]] = [
         "label_smoothing",
         {"tensor_parallel": {"size": 2}, "label_smoothing": 0.1},
     ),
+    (
+        "context-parallel-with",
+        {"context_parallel": {"size": 2}, **BY_DEEPSPEED},
+        "engine",
+        {"context_parallel": {"size": 2}},
+    ),
     ("tensor-parallel-with", {**TWO_PARTS, **BY_DEEPSPEED}, "engine", TWO_PARTS),
     (
         "tensor-parallel-with",

@@ -1,10 +1,10 @@
-"""Rules about tensor parallelism: what cannot be combined with layers that ranks divide among them, and why."""
+"""Rules about tensor and context parallelism: what cannot be combined with layers or sequences that ranks divide."""
 
 from __future__ import annotations
 
 from collections.abc import Iterator
 
-from dsjob.contract.model_ranks import read_tensor_size
+from dsjob.contract.model_ranks import read_context_size, read_tensor_size
 from dsjob.contract.rules.pipelines import count_stages
 from dsjob.contract.rules.spreading import STEPPED_IN_PARTS
 from dsjob.contract.rules.table import Document, Finding, enter, is_driven, is_on, read
@@ -80,3 +80,21 @@ def _loss_parallel(document: Document) -> Iterator[Finding]:
     for name, metric in (read(document, "metrics", {}) or {}).items():
         if isinstance(metric, dict) and "train" in (metric.get("phases") or ()):
             yield ("metrics", name, "phases"), "train needs logits, which loss_parallel does not put together", hint
+
+
+@enter("context-parallel-with", whole=True)
+def _contexts(document: Document) -> Iterator[Finding]:
+    """Ranks exchange parts of sequences inside the attention of one stack of blocks, in a way that neither the compiler
+    nor a pipeline sees through, and that several models, an mpu or DeepSpeed's engine would divide otherwise."""
+    if read_context_size(document) == 1:
+        return
+    hint = "leave it out, or leave context_parallel out"
+    if is_driven(document):
+        yield "engine", "deepspeed cannot be combined with context_parallel", "use engine: dsjob"
+    if is_on(document, "compile"):
+        yield "compile.enabled", "cannot be combined with context_parallel", hint
+    if count_stages(document) > 1:
+        yield "pipeline.stages", "cannot be combined with context_parallel", hint
+    for key, given in (("models", document.get("models")), ("trainer.mpu", read(document, "trainer.mpu"))):
+        if given:
+            yield key, "cannot be combined with context_parallel", hint

@@ -1,4 +1,4 @@
-"""Divides the layers of a model among the ranks along the `tensor` axis, in place."""
+"""Divides the layers of a model among the ranks along `tensor`, and its sequences among those along `context`."""
 
 from __future__ import annotations
 
@@ -12,13 +12,14 @@ from dsjob.compute.find_blocks import find_blocks
 from dsjob.contract.divided import TensorParallel
 from dsjob.errors import UsageError
 from dsjob.parallel.strategy import align
+from dsjob.parallel.tensor.contexts import divide_contexts, register_end
 from dsjob.parallel.tensor.losses import keep_logits_divided
 from dsjob.parallel.tensor.plans import Choice, divide_vocabulary, find_plan, find_unused, match
 from dsjob.parallel.tensor.sequences import Sequences, divide_sequences
 from dsjob.parallel.tensor.streams import Streams, draws
 from dsjob.parallel.tensor.styles import Place, colwise, divide_rows, read_features, rowwise
 from dsjob.ranks.agreement import all_gather
-from dsjob.ranks.mesh import World
+from dsjob.ranks.mesh import Ranks, World
 from dsjob.ranks.splits import Split, find_split
 
 _WHOLE = ("replicate", "partial")
@@ -27,21 +28,38 @@ _WHOLE = ("replicate", "partial")
 class Divided(NamedTuple):
     """The parameters of a model whose layers are divided, by name.
 
-    splits: those of which each rank has a part. partial: those whose gradients the ranks add up.
+    splits: those of which each rank along `tensor` has a part. partial: those whose gradients some ranks add up,
+    because each has computed with a part of the activations; with these ranks.
     """
 
     splits: Mapping[str, Split] = {}
-    partial: frozenset[str] = frozenset()
+    partial: tuple[tuple[frozenset[str], Ranks], ...] = ()
 
 
-def divide_layers(model: nn.Module, section: TensorParallel, world: World) -> Divided:
-    """Divides the layers of `model` as its plan says. A collective, unless there is one rank along `tensor`.
+def divide_model(model: nn.Module, section: TensorParallel, world: World) -> Divided:
+    """Divides the layers of `model` among the ranks along `tensor`, as its plan says, and sequences among those along
+    `context`. A collective, unless both axes have one rank.
 
     Raises UsageError for a model without a plan, and for layers that do not divide evenly.
     """
-    ranks = world.tensor
-    if ranks.size == 1 or world.opaque:
+    if world.opaque or world.tensor.size == world.context.size == 1:
         return Divided()
+    if world.context.size == 1:
+        return _divide_layers(model, section, world)
+    draw = draws(model)
+    contexts, blocks = divide_contexts(
+        model, world.context, Streams(world.context.rank, world.device) if draw else None
+    )
+    divided = _divide_layers(model, section, world) if world.tensor.size > 1 else Divided()
+    register_end(contexts, blocks)
+    inside = {id(parameter) for block in blocks for parameter in block.parameters()}
+    names = frozenset(name for name, parameter in model.named_parameters() if id(parameter) in inside)
+    align(model, dataclasses.replace(world, data_group=world.context.group))
+    return divided._replace(partial=(*divided.partial, (names, world.context)))
+
+
+def _divide_layers(model: nn.Module, section: TensorParallel, world: World) -> Divided:
+    ranks = world.tensor
     plan = find_plan(model, section.plan if isinstance(section.plan, Mapping) else None, ranks.size)
     _require_used(model, plan, section, world)
     _require_heads(model, ranks.size)
@@ -58,7 +76,8 @@ def divide_layers(model: nn.Module, section: TensorParallel, world: World) -> Di
             f"tensor_parallel.plan divides no layer of {type(model).__name__}",
             hint="give some layers the styles colwise and rowwise",
         )
-    return Divided(splits, frozenset(name for name, p in named.items() if id(p) in partial and name not in splits))
+    names = frozenset(name for name, p in named.items() if id(p) in partial and name not in splits)
+    return Divided(splits, ((names, ranks),) if names else ())
 
 
 def _divide_all(model: nn.Module, chosen: Mapping[str, Choice], section: TensorParallel, world: World) -> set[int]:

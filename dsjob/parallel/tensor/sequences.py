@@ -45,7 +45,7 @@ class Sequences:
                 )
             return x
         if self._streams is not None and torch.is_grad_enabled():
-            self._streams.enter("sequences")
+            self._streams.enter("sequences", again=True)
         return regions.take_part(x, DIM, self.ranks)
 
     def end(self, x: Tensor) -> Tensor:
@@ -75,26 +75,31 @@ def divide_sequences(
     Returns the names of layers whose inputs are gathered by the module around them. Raises UsageError for a model
     without blocks, or with several stacks of them.
     """
+    require_one_stack(model, blocks, "tensor_parallel.sequence_parallel")
+    names = {id(module): name for name, module in model.named_modules()}
+    change_input(blocks[0], sequences.begin)
+    blocks[-1].register_forward_hook(lambda module, args, output: change_first(output, sequences.end))
+    modules = dict(model.named_modules())
+    inside = set[str]()
+    owners = {name.rpartition(".")[0] for name in divided} - {names[id(block)] for block in blocks}
+    for owner in sorted(owners):
+        change_input(modules[owner], sequences.gather)
+        inside |= {name for name in divided if name.rpartition(".")[0] == owner}
+    return inside
+
+
+def require_one_stack(model: nn.Module, blocks: Sequence[nn.Module], key: str) -> None:
+    """Raises UsageError, about `key`, unless a model has repeated blocks, all of them in one list."""
     names = {id(module): name for name, module in model.named_modules()}
     stacks = {names[id(block)].rpartition(".")[0] for block in blocks}
     if len(stacks) != 1:
         found = f"several stacks of blocks: {', '.join(sorted(stacks))}" if stacks else "no repeated blocks"
         raise UsageError(
-            f"tensor_parallel.sequence_parallel: {type(model).__name__} has {found}",
-            hint="it needs one stack of blocks; leave sequence_parallel out",
+            f"{key}: {type(model).__name__} has {found}", hint="it needs one stack of blocks; leave it out"
         )
-    _change_input(blocks[0], sequences.begin)
-    blocks[-1].register_forward_hook(lambda module, args, output: _change_first(output, sequences.end))
-    modules = dict(model.named_modules())
-    inside = set[str]()
-    owners = {name.rpartition(".")[0] for name in divided} - {names[id(block)] for block in blocks}
-    for owner in sorted(owners):
-        _change_input(modules[owner], sequences.gather)
-        inside |= {name for name in divided if name.rpartition(".")[0] == owner}
-    return inside
 
 
-def _change_input(module: nn.Module, change: Callable[[Tensor], Tensor]) -> None:
+def change_input(module: nn.Module, change: Callable[[Tensor], Tensor]) -> None:
     """Changes the activations that a module is called with: the first tensor of three dimensions."""
 
     def hook(module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> tuple[Any, Any]:
@@ -113,7 +118,7 @@ def _is_activation(value: Any) -> bool:
     return isinstance(value, Tensor) and value.dim() == 3 and value.is_floating_point()
 
 
-def _change_first(output: Any, change: Callable[[Tensor], Tensor]) -> Any:
+def change_first(output: Any, change: Callable[[Tensor], Tensor]) -> Any:
     """Changes a block's output: a tensor, or the first element of a tuple."""
     if isinstance(output, tuple):
         return (change(output[0]), *output[1:])

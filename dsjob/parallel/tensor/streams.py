@@ -35,12 +35,13 @@ class Streams:
         self._inside: str | None = None  # the module whose divided layers run
         self._outside: Tensor | None = None  # the generator's state to go on with
 
-    def enter(self, owner: str) -> None:
+    def enter(self, owner: str, *, again: bool = False) -> None:
         """From here on, until `leave`, numbers are this rank's own. owner: the name of the module around the layers.
 
         A recomputation may end before it leaves. The generator is then set back by others, and the next module enters.
+        again: enter in any case.
         """
-        if self._inside == owner:
+        if self._inside == owner and not again:
             return
         generator = self._find()
         if generator.device.type == "cuda":
