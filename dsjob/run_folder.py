@@ -153,9 +153,8 @@ def append_given(run_dir: str, given: Mapping[str, Any]) -> None:
     if not given:
         return
     record = {"time": time.strftime("%Y-%m-%dT%H:%M:%S%z"), **given}
-    own = os.path.abspath(os.path.join(run_dir, RESOLVED_NAME))
-    if record["file"] is not None and os.path.abspath(record["file"]) == own:
-        record["document"] = None  # it was resumed from its own folder; an earlier line has it
+    if record["file"] is not None and os.path.basename(record["file"]) == RESOLVED_NAME:
+        record["document"] = None  # not what a user wrote: the run that it comes from has that
     with open_append(os.path.join(run_dir, GIVEN_NAME)) as file:
         file.write(json.dumps(mask_texts(record)).encode() + b"\n")
 

@@ -24,7 +24,7 @@ def test_each_start_adds_a_line(tmp_path: Path) -> None:
     assert first["origins"]["model._target_"].startswith("cfg.json:")
     assert first["origins"]["data.shuffle"] == "default"
     assert first["origins"]["trainer.micro_batch"].startswith("derived: ")
-    assert second["document"] is None  # it was resumed from resolved.json, which is beside it
+    assert second["document"] is None  # it was resumed from resolved.json, which no user wrote
     assert "trainer.max_steps=9" in second["overrides"]
     assert second["origins"]["model._target_"].startswith("run/resolved.json:")
 
