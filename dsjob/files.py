@@ -12,6 +12,7 @@ import stat
 import sys
 import uuid
 from collections.abc import Iterator
+from contextlib import contextmanager
 from typing import BinaryIO
 
 from dsjob.errors import StorageError
@@ -49,6 +50,23 @@ def open_append(path: str) -> BinaryIO:
         if error.errno in (errno.ELOOP, errno.ENXIO):  # a link or pipe was placed there after the check
             raise _explain_foreign(path) from error
         raise StorageError(f"cannot write {path}: {error.strerror}") from error
+
+
+def append_bytes(path: str, data: bytes) -> None:
+    """Adds `data` to the end of a file, created if necessary. Raises StorageError."""
+    with explained(path), open_append(path) as file:
+        file.write(data)
+
+
+@contextmanager
+def explained(path: str) -> Iterator[None]:
+    """Turns errors of writing to a file, such as a full disk, into StorageError."""
+    try:
+        yield
+    except OSError as error:
+        raise StorageError(
+            f"cannot write {path}: {error.strerror}", hint="free some space, or choose another folder"
+        ) from error
 
 
 def open_update(path: str) -> BinaryIO:

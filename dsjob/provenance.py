@@ -21,7 +21,7 @@ from typing import Any
 from dsjob.contract.environment import HARMLESS, MIN_MASKED, mask_texts
 from dsjob.contract.secrets import hide_secrets, is_secret, redact
 from dsjob.errors import StorageError
-from dsjob.files import open_append, open_read, read_lines_backwards
+from dsjob.files import append_bytes, open_read, read_lines_backwards
 
 ENVIRONMENT_NAME = "environment.jsonl"
 _LONGEST_DIFF = 64 << 10  # bytes
@@ -64,8 +64,7 @@ class Recording:
 
 def append(run_dir: str, record: Mapping[str, Any]) -> None:
     """Appends an attempt's record to a run's `environment.jsonl`. Raises StorageError."""
-    with open_append(os.path.join(run_dir, ENVIRONMENT_NAME)) as file:
-        file.write(json.dumps(mask_texts(record)).encode() + b"\n")
+    append_bytes(os.path.join(run_dir, ENVIRONMENT_NAME), json.dumps(mask_texts(record)).encode() + b"\n")
 
 
 def read(run_dir: str) -> dict[str, Any]:

@@ -20,7 +20,7 @@ from dsjob import storage
 from dsjob.contract.environment import mask_texts
 from dsjob.contract.paths import Path, get_at
 from dsjob.errors import DsjobError, StorageError
-from dsjob.files import open_append, open_read, open_update, read_lines_backwards, sync_names
+from dsjob.files import append_bytes, open_append, open_read, open_update, read_lines_backwards, sync_names
 
 RESOLVED_NAME = "resolved.json"
 PROGRAM_NAME = "program.json"  # instead of resolved.json, in the folder of a program under `dsjob exec`
@@ -149,14 +149,16 @@ def write_resolved(run_dir: str, document: Mapping[str, Any]) -> None:
 
 
 def append_given(run_dir: str, given: Mapping[str, Any]) -> None:
-    """Adds the job as it was given at this start to job.jsonl. Nothing for a job that no file or command has given."""
+    """Adds the job as it was given at this start to job.jsonl. Nothing for a job that no file or command has given.
+
+    Raises StorageError.
+    """
     if not given:
         return
     record = {"time": time.strftime("%Y-%m-%dT%H:%M:%S%z"), **given}
     if record["file"] is not None and os.path.basename(record["file"]) == RESOLVED_NAME:
         record["document"] = None  # not what a user wrote: the run that it comes from has that
-    with open_append(os.path.join(run_dir, GIVEN_NAME)) as file:
-        file.write(json.dumps(mask_texts(record)).encode() + b"\n")
+    append_bytes(os.path.join(run_dir, GIVEN_NAME), json.dumps(mask_texts(record)).encode() + b"\n")
 
 
 def read_resolved(run_dir: str) -> dict[str, Any]:

@@ -39,8 +39,8 @@ OTHERS = {
     "training.metrics": "torchmetrics",
     "checkpoint.other.deepspeed.named_pickle": "pickle._Pickler",
 }
-# Of named tuples; transformers' own mark of a sharded model.
-NOT_TORCH = {"_asdict", "_fields", "_replace", "_is_fsdp_managed_module"}
+# Of named tuples; transformers' own attributes of models and configs.
+NOT_TORCH = {"_asdict", "_fields", "_replace", "_is_fsdp_managed_module", "_tp_plan", "_attn_implementation"}
 
 
 class Names(ast.NodeVisitor):

@@ -12,7 +12,7 @@ from dsjob.checkpoint.live.rng import keep_rng
 from dsjob.contract.check import check_shape
 from dsjob.contract.schema import job_schema
 from dsjob.errors import ContractError
-from dsjob.files import open_append
+from dsjob.files import append_bytes
 from dsjob.text.generation import Generator, require_generate
 from dsjob.text.tokenizers import BYTES, ByteTokenizer
 
@@ -56,7 +56,6 @@ class SampledText(Callback):
             return
         pairs = zip(self._prompts, texts, strict=True)
         lines = "".join(f"{json.dumps({'step': run.step, 'prompt': p, 'text': text})}\n" for p, text in pairs)
-        with open_append(os.path.join(run.folder, "samples.jsonl")) as file:
-            file.write(lines.encode())
+        append_bytes(os.path.join(run.folder, "samples.jsonl"), lines.encode())
         shown = "".join(each if each.isprintable() else " " for each in texts[0])
         run.say("sample", f"{self._prompts[0]} -> {shown[:_SHOWN]}{'...' * (len(shown) > _SHOWN)}")

@@ -109,7 +109,8 @@ def to_config_words(problem: Problem) -> Problem:
 
     def rename(text: str) -> str:
         for key, (section, name) in _MOVED.items():
-            text = re.sub(rf"\b(?:{section}\.)?{name}\b", str(key), text)
+            bare = "?" if section == "trainer" else ""  # else any "size" would be a length of sequences
+            text = re.sub(rf"\b(?:{section}\.){bare}{name}\b", str(key), text)
         return re.sub(r"(use )?launch\.nproc=(\d+)", r"start \2 ranks", text)
 
     return replace(problem, message=rename(problem.message), hint=rename(problem.hint))

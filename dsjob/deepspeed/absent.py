@@ -49,9 +49,8 @@ ALTERNATIVES = {
     "runtime.base_optimizer": _OPTIMIZER,
     "nvme": _NVME,
     "ops.sparse_attention": _KERNELS,
-    "tp_model_init": "pass a model that is already divided among ranks, with an mpu: initialize(..., mpu=mpu)",
-    "sequence": "sequence parallelism is not built; activation_checkpointing and ZeRO stage 3 save memory for long"
-    " sequences",
+    "tp_model_init": "set tensor_parallel.autotp_size in the config: initialize divides the model",
+    "sequence": "set sequence_parallel_size in the config: initialize divides the model's sequences",
     "compression": "compression is not built; convert a checkpoint and quantize its weights",
     "linear": "use adapters of peft: wrap the model before passing it to initialize",
     "autotuning": "`dsjob plan` predicts what fits, and `dsjob -m ... trainer.micro_batch=4,8` measures speed",

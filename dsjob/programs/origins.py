@@ -16,7 +16,6 @@ from types import FrameType
 from typing import Any
 from weakref import WeakKeyDictionary
 
-import dsjob
 from dsjob import document as documents
 from dsjob import storage
 from dsjob.contract import schema as contract
@@ -30,7 +29,7 @@ from dsjob.programs.alias import STAND_IN
 
 # Problems that no value which a library fills in later can mend.
 _LASTING = {"unknown-key", "type", "enum", "range", "length", "unsupported"}
-_OURS = os.path.join(os.path.dirname(os.path.abspath(dsjob.__file__)), "")
+_OURS = os.path.join(os.path.dirname(os.path.dirname(os.path.abspath(__file__))), "")
 _LIBRARY = sysconfig.get_path("stdlib")
 _INSTALLED = "-packages" + os.sep
 _PASSING_ON = ("accelerate", "deepspeed", "peft", "torch", "transformers", "trl")  # they pass on the program's config

@@ -21,7 +21,7 @@ from dsjob.contract.secrets import hide_secrets
 from dsjob.deepspeed import entry
 from dsjob.deepspeed.runtime import engine
 from dsjob.deepspeed.runtime.pipe import engine as pipe
-from dsjob.files import open_append
+from dsjob.files import append_bytes
 from dsjob.programs.guard import Guard
 from dsjob.ranks.watchdog import position
 from dsjob.run_folder import METRICS_NAME, drop_non_finite
@@ -72,8 +72,7 @@ class Recorder:
             read = {name: next(numbers) for name in names}
             lines.append(json.dumps(drop_non_finite({**record, **read})) + "\n")
         if lines:
-            with open_append(os.path.join(self._run_dir, METRICS_NAME)) as file:
-                file.write("".join(lines).encode())
+            append_bytes(os.path.join(self._run_dir, METRICS_NAME), "".join(lines).encode())
 
 
 class _Recorded(engine.DeepSpeedEngine):

@@ -15,7 +15,7 @@ from dsjob.callbacks.callback import Callback, RunView
 from dsjob.contract.environment import mask_texts
 from dsjob.contract.resolved import ResolvedJob
 from dsjob.errors import StorageError
-from dsjob.files import open_append, require_own
+from dsjob.files import explained, open_append, require_own
 from dsjob.provenance import ENVIRONMENT_NAME, Recording, append
 from dsjob.ranks.mesh import World
 from dsjob.run_folder import (
@@ -121,6 +121,7 @@ class MetricsFile(Callback):
             self._begun_at, path = None, os.path.join(self._run_dir, METRICS_NAME)
             self._file = io.TextIOWrapper(open_append(path), encoding="utf-8")  # open for the rest of the run
         if self._file is not None:
-            self._file.write(json.dumps(mask_texts(drop_non_finite(record))) + "\n")
-            # So that the line survives a kill, and other programs can follow the file.
-            self._file.flush()
+            with explained(os.path.join(self._run_dir, METRICS_NAME)):
+                self._file.write(json.dumps(mask_texts(drop_non_finite(record))) + "\n")
+                # So that the line survives a kill, and other programs can follow the file.
+                self._file.flush()

@@ -116,7 +116,7 @@ def test_a_disk_that_fills_up_while_saving_keeps_the_earlier_checkpoint(tmp_path
     make_job(tmp_path)
     assert dsjob("cfg.json", "trainer.max_steps=3", cwd=tmp_path).returncode == 0
     before = read_metrics(tmp_path / "run")
-    limit = "import resource, sys; resource.setrlimit(resource.RLIMIT_FSIZE, (6000, 6000))"
+    limit = "import resource, sys; resource.setrlimit(resource.RLIMIT_FSIZE, (16_000, 16_000))"
     code = f"{limit}; from dsjob.cli import main; sys.exit(main())"
     limited = run_program([sys.executable, "-c", code, "cfg.json"], cwd=tmp_path)
     assert limited.returncode == 1

@@ -34,7 +34,7 @@ def test_ops_are_listed_and_built(
     op, *others = json.loads(capsys.readouterr().out)["ops"]
     assert [each["name"] for each in others] == [
         *("onebit", "onebit_cuda", "transformer"),
-        *("linear_cross_entropy", "fused_adam"),
+        *("lamb", "linear_cross_entropy", "fused_adam", "foreach_lion"),
     ]
     assert others[0]["state"] == "not built yet"
     assert main(["ops", "build", "fused_adam"]) == 2

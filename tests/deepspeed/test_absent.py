@@ -19,7 +19,7 @@ from dsjob.deepspeed.absent import ALTERNATIVES
     ("statement", "message"),
     [
         ("from dsjob.deepspeed import init_inference", "no deepspeed.init_inference: dsjob trains; engine.module"),
-        ("import dsjob.deepspeed.sequence.layer", "no deepspeed.sequence: sequence parallelism is not built"),
+        ("import dsjob.deepspeed.sequence.layer", "no deepspeed.sequence: set sequence_parallel_size in the config"),
         ("from dsjob.deepspeed.moe.layer import MoE", "no deepspeed.moe.layer: expert parallelism is not built"),
         (
             "from dsjob.deepspeed.ops.sparse_attention import SparseSelfAttention",

@@ -207,7 +207,9 @@ def test_an_interrupted_save_beside_plain_weights_loads_nothing(tmp_path: Path) 
     engine.save_checkpoint(str(tmp_path))
     shutil.rmtree(tmp_path / "commits")
     (tmp_path / "latest").unlink()
-    with pytest.warns(UserWarning, match="nothing was loaded: no committed checkpoint in .*: its save was interrupted"):
+    with pytest.warns(
+        UserWarning, match="nothing was loaded: no committed checkpoint in .*: no run has completed a save"
+    ):
         assert engine.load_checkpoint(str(tmp_path), load_module_strict=False) == (None, None)
 
 

@@ -97,7 +97,7 @@ def test_two_ranks_on_one_gpu_are_told(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("MASTER_ADDR", "127.0.0.1")
     monkeypatch.delenv("DSJOB_STORE", raising=False)
     with pytest.raises(LaunchError, match="two ranks of this machine see only the same GPU"):
-        mesh._join_group(0, 2, "nccl", 10.0, torch.device("cuda:0"))
+        mesh._join_group(0, 2, "nccl", 10.0, torch.device("cuda:0"), None)
 
 
 @pytest.mark.parametrize(

@@ -14,6 +14,7 @@ import torch
 from torch import nn
 
 from dsjob.errors import DataError
+from dsjob.ranks.mesh import World
 from dsjob.recipes.gpt import GPT, build
 from dsjob.recipes.text import SKIPPED_FOLDERS, ByteText, SampleText, list_files
 
@@ -114,7 +115,9 @@ class Recorder:
     """The parts of a run that the callback uses."""
 
     def __init__(self, module: nn.Module) -> None:
-        self.engine = SimpleNamespace(module=module, device=torch.device("cpu"))
+        self.engine = SimpleNamespace(
+            module=module, device=torch.device("cpu"), world=World(0, 0, 1, torch.device("cpu"))
+        )
         self.said: list[tuple[str, str]] = []
 
     def say(self, title: str, text: str) -> None:

@@ -14,6 +14,7 @@ from torch import Tensor
 
 from dsjob.ranks.mesh import Ranks
 from dsjob.ranks.splits import Split, cut
+from dsjob.torch_private import count_changes
 
 _ENTERED = "_dsjob_entered"
 
@@ -26,10 +27,10 @@ def enter(x: Tensor, ranks: Ranks) -> Tensor:
     if not (torch.is_grad_enabled() and x.requires_grad):
         return x
     known = getattr(x, _ENTERED, None)
-    if known is not None and known[0] is ranks and known[1] == x._version:
+    if known is not None and known[0] is ranks and known[1] == count_changes(x):
         return cast(Tensor, known[2])
     made: Tensor = _Enter.apply(x, ranks)  # type: ignore[no-untyped-call]
-    setattr(x, _ENTERED, (ranks, x._version, made))
+    setattr(x, _ENTERED, (ranks, count_changes(x), made))
     return made
 
 

@@ -13,6 +13,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
+_DROPOUTS = (nn.Dropout, nn.Dropout1d, nn.Dropout2d, nn.Dropout3d, nn.AlphaDropout, nn.FeatureAlphaDropout)
 _FAR = 0x9E3779B97F4A7C15  # an odd number: the seeds of neighbouring ranks differ in many bits
 
 
@@ -20,7 +21,7 @@ def draws(model: nn.Module) -> bool:
     """Whether a model drops activations when it trains: a module has a rate above 0, under any name with `drop`."""
     for module in model.modules():
         values = dict(vars(module))
-        if isinstance(module, nn.modules.dropout._DropoutNd):
+        if isinstance(module, _DROPOUTS):
             values["drop"] = module.p
         if any("drop" in name and isinstance(value, float) and value > 0 for name, value in values.items()):
             return True
