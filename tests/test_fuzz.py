@@ -52,7 +52,13 @@ def _values(node: Schema) -> st.SearchStrategy[Any]:
         if several in node:
             return st.one_of([values(branch) for branch in node[several]])
     kinds = node.get("type", ["string", "number", "boolean"])
-    return st.one_of([_OF_KIND[kind](node) for kind in ([kinds] if isinstance(kinds, str) else kinds)])
+    return st.one_of([_of_kind(node, kind) for kind in ([kinds] if isinstance(kinds, str) else kinds)])
+
+
+def _of_kind(node: Schema, kind: str) -> st.SearchStrategy[Any]:
+    condition = node.get("if", {})
+    branch = node.get("then" if condition == {"type": kind} else "else", {}) if set(condition) == {"type"} else {}
+    return st.sampled_from(branch["enum"]) if "enum" in branch else _OF_KIND[kind]({**node, **branch})
 
 
 def integers(node: Schema) -> st.SearchStrategy[Any]:
