@@ -100,7 +100,10 @@ class Reader:
 
     def require_depth(self, at: int, depth: int) -> None:
         if depth > MAX_DEPTH:
-            raise self.fail(at, f"nested deeper than {MAX_DEPTH} levels", rule="too-deep")
+            raise self.too_deep(at)
+
+    def too_deep(self, at: int) -> DocumentError:
+        return self.fail(at, f"nested deeper than {MAX_DEPTH} levels", rule="too-deep")
 
     def add_duplicate(self, path: KeyPath, first: int, second: int) -> None:
         if len(self.duplicates) > MAX_PROBLEMS:

@@ -190,6 +190,8 @@ class YamlReader(Reader):
         mark = getattr(error, "problem_mark", None) or context
         at = mark.index if mark else 0
         message = f"{error.problem} {error.context or ''}".strip() if mark else str(error)
+        if "nesting depth" in message:  # libyaml has a limit of its own, and reads ahead
+            return self.too_deep(at)
         if context and self.line(context.index) != self.line(at):
             message += f" that starts on line {self.line(context.index)}"
         line_start = self.line_starts[self.line(at) - 1]

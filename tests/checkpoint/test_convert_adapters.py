@@ -151,7 +151,9 @@ def test_one_of_several_adapters(tmp_path: Path, capsys: pytest.CaptureFixture[s
         same(load_file(out / "adapter_model.safetensors"), saved)
 
 
-def test_an_adapter_in_a_model_of_transformers_own(tmp_path: Path) -> None:
+def test_an_adapter_in_a_model_of_transformers_own(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    # transformers 5.24 asks for a peft that is not released yet, and needs nothing of it here.
+    monkeypatch.setattr("transformers.integrations.peft.check_peft_version", lambda **_: None)
     model: Any = build("linear")
     model.add_adapter(make_config("linear"))
     train_and_save(model, tmp_path / "c")

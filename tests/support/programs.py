@@ -270,7 +270,8 @@ def _execute(command: list[str]) -> None:
     if words[0] == "-m":
         module = words[1]
         _place(None if safe else Path.cwd(), words[1:])
-        sys.modules.pop(module, None)  # runpy warns of a module that is imported already
+        if not hasattr(sys.modules.get(module), "__path__"):  # else it is a package, of which runpy runs __main__
+            sys.modules.pop(module, None)  # runpy warns of a module that is imported already
         runpy.run_module(module, run_name="__main__", alter_sys=True)
     elif words[0] == "-c":
         _place(None if safe else Path(), ["-c", *words[2:]])
