@@ -23,7 +23,7 @@ from dsjob.ranks.mesh import World
 from dsjob.torch_private import get_store
 
 PROGRAM = """
-import sys, time
+import sys, dsjob.ranks.patience; dsjob.ranks.patience.TO_BE_SURE = 1.5
 import deepspeed, torch
 
 torch.manual_seed(0)

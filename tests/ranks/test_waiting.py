@@ -29,13 +29,13 @@ from dsjob.text.tokenizers import ByteTokenizer
 from dsjob.training.loaders import build_training_data, share_samples
 from dsjob.trust.grant import Trust
 
-SECONDS = 3.0  # more than a collective may take in these tests
+SECONDS = 2.0  # more than a collective may take in these tests
 
 
 def load(world: World, folder: str, fails: bool) -> Any:
     """Rank 0 is on a machine that has the cache of texts; rank 1 is on another one, and builds it."""
     distributed_c10d._set_pg_timeout(timedelta(seconds=1))
-    patience.TO_SAY_AGAIN = 1.0
+    patience.TO_SAY_AGAIN = 0.7
     cache = f"{folder}/machine-{world.data_rank}"
     encode = ByteTokenizer.encode
 
@@ -86,7 +86,7 @@ from dsjob.text import Text
 from dsjob.text.tokenizers import ByteTokenizer
 
 def load():
-    patience.TO_MISS, patience.TO_SAY_AGAIN = 5.0, 1.5
+    patience.TO_MISS, patience.TO_SAY_AGAIN = 2.5, 0.7
     encode = ByteTokenizer.encode
     def slow(self, texts, *, begins):
         ids = encode(self, texts, begins=begins)

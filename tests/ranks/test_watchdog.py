@@ -2,9 +2,12 @@
 
 from __future__ import annotations
 
+import itertools
 import json
+import socket
 import sys
 import time
+from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
@@ -48,6 +51,31 @@ class Net(Plain):
 """
 
 
+@pytest.fixture(scope="module")
+def lone(
+    request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory
+) -> Iterator[dict[str, list[Program]]]:
+    """For each way that a selected test needs, two ranks, of which rank 0 fails so; all at once, since they wait."""
+    test = test_a_rank_0_that_takes_the_store_with_it_ends_the_others
+    selected = [item for item in request.session.items if isinstance(item, pytest.Function) and item.function is test]
+    ways = [item.callspec.params["how"] for item in selected]
+    jobs = {how: start_lone(tmp_path_factory.mktemp("lone"), how) for how in ways}
+    yield jobs
+    for rank in itertools.chain.from_iterable(jobs.values()):
+        rank.kill()
+
+
+def start_lone(folder: Path, how: str) -> list[Program]:
+    model = {"_target_": "lone.Net", "how": how}
+    make_job(folder, model=model, data={"train": {"_target_": "my_model.Data"}})
+    (folder / "lone.py").write_text(MODULE)
+    with socket.socket() as free:
+        free.bind(("127.0.0.1", 0))
+        place = {"WORLD_SIZE": "2", "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(free.getsockname()[1])}
+    environments = [clean_env(**place, RANK=str(rank), GLOO_SOCKET_IFNAME="lo") for rank in range(2)]
+    return [Program([DSJOB, "cfg.json"], cwd=folder, env=environment) for environment in environments]
+
+
 @pytest.mark.parametrize(
     ("how", "said"),
     [
@@ -66,27 +94,13 @@ class Net(Plain):
     ],
 )
 def test_a_rank_0_that_takes_the_store_with_it_ends_the_others(
-    tmp_path: Path, unused_port: int, how: str, said: str
+    lone: dict[str, list[Program]], how: str, said: str
 ) -> None:
     """As in a PyTorchJob, or under srun."""
-    make_job(tmp_path, model={"_target_": "lone.Net", "how": how}, data={"train": {"_target_": "my_model.Data"}})
-    (tmp_path / "lone.py").write_text(MODULE)
-    common = {"WORLD_SIZE": "2", "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(unused_port)}
-    ranks = [
-        Program(
-            [DSJOB, "cfg.json"],
-            cwd=tmp_path,
-            env=clean_env(**common, RANK=str(rank), GLOO_SOCKET_IFNAME="lo"),
-        )
-        for rank in range(2)
-    ]
-    try:
-        ranks[0].communicate(timeout=90)
-        began = time.monotonic()
-        _, errors = ranks[1].communicate(timeout=60)
-    finally:
-        for rank in ranks:
-            rank.kill()
+    ranks = lone[how]
+    ranks[0].communicate(timeout=90)
+    began = time.monotonic()
+    _, errors = ranks[1].communicate(timeout=60)
     assert time.monotonic() - began < 15
     assert ranks[1].returncode == 76, errors
     assert said in errors
