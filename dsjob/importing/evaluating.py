@@ -70,7 +70,7 @@ def _draft_steps(path: str, steps: Given, total: int | None, draft: Draft) -> No
     if count <= 0:
         draft.refuse(steps, "must be greater than 0", rule="range")
     elif count >= 1:
-        draft.put(path, steps.to(draft.whole(steps)))
+        draft.put(path, steps.to(draft.whole(steps, 1)))
     elif total is None:
         draft.note("fill in", f"{path}: {steps.label} is a share of all steps, whose number is unknown", steps)
     else:

@@ -120,9 +120,10 @@ torchrun --nproc_per_node=$N train.py \\
 
 
 def test_what_only_the_shell_knows_is_to_be_filled_in(tmp_path: Path) -> None:
-    text = "torchrun --nproc_per_node=$(nvidia-smi -L | wc -l) train.py --output_dir ${OUT}/x --max_steps 5\n"
+    text = "torchrun --nproc_per_node=$(nvidia-smi -L | wc -l) train.py --output_dir ${OUT}/x --max_steps 5 --logging_steps $N\n"
     imported = import_texts(tmp_path, {"run.sh": text})
     assert imported.document["output"]["dir"] == "$OUT/x"
+    assert imported.document["trainer"]["log_every"] == 1  # the least that is allowed
     assert "run.sh:1:61: --output_dir=$OUT/x" in messages(imported, "fill in")
     assert "launch.nproc" in messages(imported, "fill in")
 
