@@ -266,7 +266,10 @@ def test_two_compositions_do_not_touch_one_another(job_file: Path, tmp_path: Pat
 
 # ---- what is said when it does not fit
 
-RECIPES = "available: bert_mlm, distill_digits, gan_digits, pipe_gpt, quickstart, vision_digits, zero2_gpt, zero3_t5"
+RECIPES = (
+    "available: bert_mlm, distill_digits, gan_digits, mesh_gpt, pipe_gpt, "
+    "quickstart, vision_digits, zero2_gpt, zero3_t5"
+)
 
 
 @pytest.mark.parametrize(

@@ -120,7 +120,8 @@ torchrun --nproc_per_node=$N train.py \\
 
 
 def test_what_only_the_shell_knows_is_to_be_filled_in(tmp_path: Path) -> None:
-    text = "torchrun --nproc_per_node=$(nvidia-smi -L | wc -l) train.py --output_dir ${OUT}/x --max_steps 5 --logging_steps $N\n"
+    command = "torchrun --nproc_per_node=$(nvidia-smi -L | wc -l) train.py --output_dir ${OUT}/x"
+    text = f"{command} --max_steps 5 --logging_steps $N\n"
     imported = import_texts(tmp_path, {"run.sh": text})
     assert imported.document["output"]["dir"] == "$OUT/x"
     assert imported.document["trainer"]["log_every"] == 1  # the least that is allowed

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import shutil
 from pathlib import Path
 from typing import Any
 
@@ -51,3 +52,24 @@ def test_losses_and_evaluations_equal_those_of_one_process(overrides: list[str],
     alone, divided = run(tmp_path / "alone"), run(tmp_path / "divided", *overrides)
     for name in ("loss", "grad_norm", "eval/loss"):
         assert read(divided, name) == pytest.approx(read(alone, name), rel=2e-5), name
+
+
+@pytest.mark.full
+def test_a_run_on_the_mesh_goes_on_with_other_numbers_of_ranks(tmp_path: Path) -> None:
+    small = [*("model.layers=2", "model.width=32", "trainer.eval_batches=1", "callbacks=null", "bf16.enabled=false")]
+    first = dsjob(
+        "+recipe=mesh_gpt", *small, "trainer.max_steps=4", "trainer.log_every=1", "output.dir=mesh", cwd=tmp_path
+    )
+    assert first.returncode == 0, first.stderr
+    assert "8 ranks = 2 pipe x 2 data x 2 tensor" in first.stdout
+    assert "stage 1  [4 5] [6 7]" in first.stdout
+    found = []
+    for layout in ([], ["launch.nproc=1", "pipeline.stages=1", "tensor_parallel.size=1"]):
+        folder = tmp_path / f"with-{len(layout)}"
+        shutil.copytree(tmp_path / "mesh", folder)
+        again = dsjob("run", str(folder), "trainer.max_steps=8", *layout, cwd=tmp_path)
+        assert again.returncode == 0, again.stderr
+        records = [json.loads(line) for line in (folder / "metrics.jsonl").read_text().splitlines()]
+        found.append([record["loss"] for record in records if "loss" in record and record["step"] > 4])
+    assert len(found[0]) == 4
+    assert found[1] == pytest.approx(found[0], rel=1e-5)
