@@ -233,7 +233,10 @@ def test_creation_is_never_taken_for_anothers_nor_the_other_way_round(s3: str, f
 @pytest.mark.slow
 @pytest.mark.parametrize("call", CALLS)
 @pytest.mark.full("create", "upload")
-def test_a_store_that_stays_busy_is_an_error_in_words(s3: str, faulty: FaultyStore, call: str) -> None:
+def test_a_store_that_stays_busy_is_an_error_in_words(
+    s3: str, faulty: FaultyStore, call: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(fsspec.get_filesystem_class("s3"), "retries", 2)  # it would be borne with for long
     methods, act = CALLS[call]
     faulty.fail("503", *methods, part="/x", times=1000)
     with pytest.raises(StorageError, match=r"cannot (create|write) s3://.*/x: "):
@@ -247,7 +250,8 @@ def test_a_fault_of_one_read_is_mended(s3: str, faulty: FaultyStore, kind: str) 
     fault = faulty.fail(kind, "GET", part="/x")
     assert storage.read_bytes(f"{s3}/x") == bytes(range(200))
     assert fault.times == 0
-    faulty.fail(kind, "GET", part="/x")
+    if kind != "hang":  # for which the client waits a second
+        faulty.fail(kind, "GET", part="/x")
     assert storage.read_bytes(f"{s3}/x", 10, 20) == bytes(range(10, 20))
 
 

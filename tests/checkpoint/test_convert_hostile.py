@@ -205,7 +205,7 @@ def requests(monkeypatch: pytest.MonkeyPatch) -> Iterator[list[str]]:
     server.shutdown()
 
 
-@pytest.mark.full("switch-True")
+@pytest.mark.full("switch-True", "hook-True")
 @pytest.mark.parametrize(("held_by", "anew"), [("switch", False), ("switch", True), ("hook", True)])
 def test_nothing_is_requested(
     held_by: str,

@@ -5,14 +5,15 @@ from __future__ import annotations
 import json
 import math
 import os
-import subprocess
 import sys
 from collections.abc import Callable
+from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
 from machine import lacks_commands
+from programs import clean_env, run_program
 from torch import Tensor
 
 from dsjob.home import find_again
@@ -249,7 +250,7 @@ def test_a_compiled_step_has_no_graph_break() -> None:
 
 @pytest.mark.parametrize("limit", ["plain", "avx2"])
 @pytest.mark.full("plain")
-def test_every_instruction_set_agrees(limit: str) -> None:
+def test_every_instruction_set_agrees(limit: str, tmp_path: Path) -> None:
     """A new process, since the processor is asked once per call but a limit is an environment variable."""
     code = """
 import json, sys, torch
@@ -263,10 +264,9 @@ print(json.dumps([torch.ops.dsjob.cpu_instruction_set(), w.tolist(), copy.tolist
 """
     runs = []
     for chosen in (limit, ""):
-        environment = {**os.environ, **find_again(), "DSJOB_CPU_ISA": chosen}
-        done = subprocess.run(
-            [sys.executable, "-c", code], env=environment, capture_output=True, text=True, check=True, timeout=300
-        )
+        environment = clean_env(**find_again(), DSJOB_CPU_ISA=chosen)
+        done = run_program([sys.executable, "-c", code], env=environment, cwd=tmp_path, timeout=300)
+        assert done.returncode == 0, done.stderr
         runs.append(json.loads(done.stdout))
     if limit == "plain":
         assert runs[0][0] == "plain"

@@ -8,9 +8,12 @@ import subprocess
 import sys
 import time
 from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
 
 import pytest
 from machine import lacks_commands
+from programs import Program, clean_env, run_program
 
 from dsjob.errors import BuildError
 from dsjob.home import find_again
@@ -25,7 +28,12 @@ GOOD = 'extern "C" int answer() { return 42; }\n'
 
 @pytest.fixture
 def tiny(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Op:
-    """An op of one line, and an empty cache."""
+    """An op of one line, and an empty cache. Forks compile it: a new interpreter would import torch for that."""
+
+    def run(command: list[str], *, env: dict[str, str], **_: object) -> Any:
+        return run_program(command, env=env, cwd=tmp_path, merged=True)
+
+    monkeypatch.setattr(build, "subprocess", SimpleNamespace(run=run, PIPE=subprocess.PIPE, STDOUT=subprocess.STDOUT))
     monkeypatch.setenv("DSJOB_OPS_DIR", str(tmp_path / "cache"))
     (tmp_path / "csrc" / "tiny").mkdir(parents=True)
     (tmp_path / "csrc" / "tiny" / "tiny.cpp").write_text(GOOD)
@@ -37,7 +45,7 @@ def tiny(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Op:
 
 # A process of its own does not know the op of the fixture.
 BUILD = """
-import sys
+import sys, time
 from pathlib import Path
 from dsjob.ops import build, registry
 registry.SOURCES = Path(sys.argv[1])
@@ -46,39 +54,36 @@ def compiled(op, work):
     (work / "out").mkdir()
     print("compiling", flush=True)
     (work / "out" / "tiny.so").write_text("half")
-    sys.stdin.readline()
+    while not Path(sys.argv[2]).exists():
+        time.sleep(0.01)
     (work / "out" / "tiny.so").write_text("whole")
 build._compile = compiled
 print(build.build(op).read_text(), flush=True)
 """
 
 
-def start(sources: Path) -> subprocess.Popen[str]:
-    return subprocess.Popen(
-        [sys.executable, "-c", BUILD, str(sources)],
-        env={**os.environ, **find_again()},
-        stdin=subprocess.PIPE,
-        stdout=subprocess.PIPE,
-        text=True,
-    )
+def start(sources: Path) -> Program:
+    """Builds, but ends only when there is a file `go`."""
+    command = [sys.executable, "-c", BUILD, str(sources), str(sources.parent / "go")]
+    return Program(command, env=clean_env(**find_again()), cwd=sources.parent)
+
+
+def wait_until_it_compiles(program: Program) -> None:
+    while program.stdout != "compiling\n":
+        assert program.returncode is None, program.stderr
+        time.sleep(0.01)
 
 
 def test_many_processes_build_once_and_a_killed_build_leaves_nothing(tiny: Op, tmp_path: Path) -> None:
     sources = tmp_path / "csrc"
     first = start(sources)
-    assert first.stdout
-    assert first.stdout.readline() == "compiling\n"
+    wait_until_it_compiles(first)
     waiting = [start(sources) for _ in range(2)]
-    first.send_signal(signal.SIGKILL)
-    first.wait()
+    first.kill()
+    first.wait(60)
     # Exactly one of those that wait takes over; the other finds what it built.
-    outputs = []
-    for process in waiting:
-        assert process.stdin
-        process.stdin.write("\n")
-        process.stdin.flush()
-    for process in waiting:
-        outputs.append(process.communicate(timeout=60)[0])
+    (tmp_path / "go").touch()
+    outputs = [process.communicate(timeout=60)[0] for process in waiting]
     assert sorted(outputs) == ["compiling\nwhole\n", "whole\n"]
     cache = tmp_path / "cache"
     assert sorted(path.name for path in cache.iterdir()) == [build.key_of(tiny), f"{build.key_of(tiny)}.lock"]
@@ -164,15 +169,12 @@ def test_a_library_in_the_wheel_needs_no_cache(tiny: Op, tmp_path: Path, monkeyp
 @pytest.mark.full
 def test_a_waiting_process_ends_with_ctrl_c(tiny: Op, tmp_path: Path) -> None:
     first = start(tmp_path / "csrc")
-    assert first.stdout
-    assert first.stdout.readline() == "compiling\n"
+    wait_until_it_compiles(first)
     second = start(tmp_path / "csrc")
     try:
         time.sleep(2)  # until it waits for the lock
-        second.send_signal(signal.SIGINT)
+        os.kill(second.pid, signal.SIGINT)
         assert second.wait(timeout=30) != 0
     finally:
         first.kill()
         second.kill()
-        first.communicate()
-        second.communicate()

@@ -72,8 +72,8 @@ def compare(name: str, world_size: int, cells: list[Cell], steps: int, **more: A
 
 
 def test_losses_equal_those_of_one_process() -> None:
-    compare("llama", 4, [(0, 2, 1), (1, 2, 2)], 8)
-    compare("gpt2", 2, [(0, 2, 1)], 8, activation_checkpointing={"mode": "full"})
+    compare("llama", 4, [(0, 2, 1), (1, 2, 2)], 4)
+    compare("gpt2", 2, [(0, 2, 1)], 4, activation_checkpointing={"mode": "full"})
 
 
 @pytest.mark.full

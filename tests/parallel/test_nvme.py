@@ -57,7 +57,7 @@ def compare(world: World, folder: str, precision: str, accumulation: int) -> lis
     for stage in (1, 2, 3) if accumulation > 1 else (1, 3):
         expected = make(stage, {}, precision, accumulation=accumulation)
         losses = train_engine(expected, 0, 3)
-        places = [on("nvme", folder, buffer_count=count) for count in (1, 3)]
+        places = [on("nvme", folder, buffer_count=count) for count in ((1, 3) if accumulation > 1 else (stage,))]
         places += [on("nvme", folder, ratio=0.5), {**on("nvme", folder), "offload_param": {"device": "cpu"}}][
             : stage // 3 * 2
         ]

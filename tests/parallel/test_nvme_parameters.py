@@ -47,7 +47,9 @@ def compare(world: World, folder: str, kind: str, precision: str, accumulation: 
         "large blocks": on_disk(folder, buffer_size=1),
         "some in memory": on_disk(folder, max_in_cpu=800),
     }
-    for name, place in places.items():
+    for number, (name, place) in enumerate(places.items()):
+        if accumulation == 1 and number % 2:  # the other cases have all places
+            continue
         ours = build(place)
         if train_engine(ours, 0, 3) != losses or not is_same(ours, expected) or find_size(ours) == 0:
             wrong.append(name)

@@ -27,7 +27,7 @@ pytestmark = pytest.mark.slow
 Config = dict[str, Any]
 STAGES = (0, 1, 2, 3)
 ACCUMULATIONS = (1, 3)
-STEPS, ROWS = 4, 12
+ROWS = 12
 SMALL_BLOCK = sharding.SMALL_BLOCK
 
 PRECISIONS: dict[str, Config] = {
@@ -142,11 +142,11 @@ def thin(cells: list[Cell]) -> list[Cell]:
     ]
 
 
-GRIDS = {
-    "one rank": (1, COVERED),
-    "two ranks": (2, thin(COVERED)),
-    "one rank, whole": (1, CELLS),
-    "two ranks, whole": (2, CELLS),
+GRIDS = {  # ranks, cells, steps
+    "one rank": (1, COVERED, 2),
+    "two ranks": (2, thin(COVERED), 2),
+    "one rank, whole": (1, CELLS, 4),
+    "two ranks, whole": (2, CELLS, 4),
 }
 each_grid = pytest.mark.parametrize(
     "grid",
@@ -166,7 +166,7 @@ def merge(*configs: Config) -> Config:
     return merged
 
 
-def run_cells(world: World, cells: list[Cell]) -> dict[Cell, Outcome]:
+def run_cells(world: World, cells: list[Cell], steps: int) -> dict[Cell, Outcome]:
     found = {}
     for cell in cells:
         kind = KINDS[cell.kind]
@@ -176,7 +176,7 @@ def run_cells(world: World, cells: list[Cell]) -> dict[Cell, Outcome]:
         config = merge(sizes, {"optimizer": ADAMW, "zero_optimization": {"stage": cell.stage}})
         config = merge(config, PRECISIONS[cell.precision], kind.config)
         engine = dsjob.initialize(model=kind.build(), config=config)[0]
-        losses = train_engine(engine, 0, STEPS, ROWS)
+        losses = train_engine(engine, 0, steps, ROWS)
         weights = {n: t for n, t in whole_state(engine).items() if n.startswith("model.")}
         frozen = {f"model.{n}" for n in engine.strategy.weights() if n not in engine.strategy.masters}
         assert engine.skipped_steps == 0
@@ -229,14 +229,16 @@ def test_ranks_hold_the_same_model_and_frozen_parts_stay(grid: str) -> None:
 @pytest.mark.parametrize("kind", KINDS)
 @each_grid
 def test_fp32_is_what_plain_pytorch_gives(grid: str, kind: str) -> None:
-    expected = {f"model.{name}": weight for name, weight in train_by_hand(STEPS, ROWS, KINDS[kind].build()).items()}
+    expected = {
+        f"model.{name}": weight for name, weight in train_by_hand(GRIDS[grid][2], ROWS, KINDS[kind].build()).items()
+    }
     for cell, outcome, _ in iterate(grid):
         if cell.kind == kind and cell.precision == "fp32":
             ours = {name: outcome.weights[name] for name in expected}
             assert differ(ours, expected)[0] <= 2e-6, cell
 
 
-def follow_curves(world: World, every: int) -> dict[tuple[str, int, str], float]:
+def follow_curves(world: World, every: int, steps: int) -> dict[tuple[str, int, str], float]:
     """The largest difference from each of DeepSpeed's curves, by precision, stage and curve; or from each n-th curve,
     another one at each precision and stage."""
     batches, found = read_fixture("batches.json")[str(world.data_rank)], {}
@@ -250,7 +252,7 @@ def follow_curves(world: World, every: int) -> dict[tuple[str, int, str], float]
             config = merge(config, PRECISIONS[precision], {"zero_optimization": {"stage": stage}})
             engine = dsjob.initialize(model=build_net(), config=config)[0]
             worst = 0.0
-            for (x, y), theirs in zip(batches, run["rank0_micro_losses"], strict=False):
+            for (x, y), theirs in zip(batches[:steps], run["rank0_micro_losses"], strict=False):
                 loss = engine(torch.tensor(x), torch.tensor(y))
                 worst = max(worst, abs(float(loss.detach()) - theirs))
                 engine.backward(loss)
@@ -259,9 +261,9 @@ def follow_curves(world: World, every: int) -> dict[tuple[str, int, str], float]
     return found
 
 
-@pytest.mark.parametrize("every", [4, pytest.param(1, marks=pytest.mark.full)])
-def test_every_precision_and_stage_follows_deepspeeds_curves(every: int) -> None:
-    found = run_ranks(follow_curves, 2, every)[0]
+@pytest.mark.parametrize(("every", "steps"), [(4, 8), pytest.param(1, 20, marks=pytest.mark.full)])
+def test_every_precision_and_stage_follows_deepspeeds_curves(every: int, steps: int) -> None:
+    found = run_ranks(follow_curves, 2, every, steps)[0]
     cells = {(precision, stage) for precision, stage, _ in found}
     assert [{cell[axis] for cell in cells} for axis in (0, 1)] == [set(PRECISIONS), set(STAGES)]
     assert len(cells) == (16 if every == 1 else 8)

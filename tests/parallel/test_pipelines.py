@@ -19,7 +19,7 @@ from dsjob.errors import LostRankError, UsageError
 from dsjob.pipelines.orders import SCHEDULES
 from dsjob.ranks.mesh import World, abandon_world
 
-STEPS = 20
+STEPS, FEW = 20, 6
 Case = dict[str, Any]
 
 
@@ -59,6 +59,8 @@ def compare(cases: list[Case], ranks: int, *, steps: int = STEPS, tolerance: flo
     assert alone["losses"][-1] < 0.9 * alone["losses"][0]
 
 
+each_length = pytest.mark.parametrize("steps", [FEW, pytest.param(STEPS, marks=pytest.mark.full)])
+
 TWO: list[Case] = [
     {"stages": 2, "by": "1f1b"},
     {"stages": 2, "by": "gpipe", "partition_method": "uniform"},
@@ -74,8 +76,9 @@ MORE: list[Case] = [
 ]
 
 
-def test_every_schedule_gives_the_losses_of_one_process() -> None:
-    compare(TWO, 2)
+@each_length
+def test_every_schedule_gives_the_losses_of_one_process(steps: int) -> None:
+    compare(TWO, 2, steps=steps)
 
 
 @pytest.mark.full
@@ -102,8 +105,9 @@ FOUR_MORE: list[Case] = [
 ]
 
 
-def test_pipelines_of_several_data_parallel_ranks() -> None:
-    compare(FOUR, 4)
+@each_length
+def test_pipelines_of_several_data_parallel_ranks(steps: int) -> None:
+    compare(FOUR, 4, steps=steps)
 
 
 @pytest.mark.full
@@ -122,7 +126,7 @@ def test_pipelines_on_eight_ranks(stage: int) -> None:
 def test_half_precision(name: str) -> None:
     config = {name: {"enabled": True}}
     cases = [{"stages": 2, "config": config}, {"stages": 2, "config": config, "by": "interleaved", "chunks": 2}]
-    compare(cases[: None if name == "fp16" else 1], 2, steps=6, tolerance=2e-2, **{name: True})
+    compare(cases[: None if name == "fp16" else 1], 2, steps=FEW, tolerance=2e-2, **{name: True})
 
 
 def overflow(world: World) -> list[Any]:

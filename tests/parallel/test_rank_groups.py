@@ -40,7 +40,7 @@ def train(world: World, kind: str, bf16: bool) -> dict[str, tuple[list[float], d
     found = {}
     for name, way in {"plain": {}, **WAYS}.items():
         engine = make(way, net=make_net(kind), bf16=bf16, accumulation=2)
-        found[name] = (train_engine(engine, 0, 3), whole_state(engine), share(engine))
+        found[name] = (train_engine(engine, 0, 2), whole_state(engine), share(engine))
     return found
 
 

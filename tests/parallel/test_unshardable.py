@@ -94,7 +94,7 @@ def train_stages(world: World, precision: str, config: dict[str, Any], options: 
     found = []
     for stage in range(4):
         engine = make(stage, precision, options if stage == 3 else {}, **config)
-        found.append((train(engine, 0, 3), whole_state(engine)))
+        found.append((train(engine, 0, 2), whole_state(engine)))
     return found
 
 
@@ -146,7 +146,7 @@ def train_on_device(world: World) -> list[Any]:
         {"offload_param": {"device": "cpu", "pin_memory": True}},
         {"offload_optimizer": {"device": "cpu", "pin_memory": True}},
     ):
-        found.append(train(make(3, "bf16", options), 0, 3))
+        found.append(train(make(3, "bf16", options), 0, 2))
     return [found, device.take_hazards() if device is not None else []]
 
 

@@ -82,7 +82,7 @@ def test_the_page_says_why_it_draws_no_settings(tmp_path: Path, second: dict[str
 @pytest.mark.slow
 @pytest.mark.skipif(CHROMIUM is None, reason="needs chromium or google-chrome")
 @pytest.mark.parametrize(("width", "dark"), [(390, True), (390, False), (1280, True)])
-@pytest.mark.full("390-False")
+@pytest.mark.full("390-False", "1280-True")
 def test_a_browser_draws_every_curve(page: Path, tmp_path: Path, width: int, dark: bool) -> None:
     with Browser(tmp_path / "profile", width=width, height=800, dark=dark) as browser:
         browser.open(page.as_uri(), "document.querySelectorAll('#parallel .trace').length === 2")

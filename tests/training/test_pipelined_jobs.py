@@ -23,6 +23,7 @@ from dsjob.ranks.mesh import World
 from dsjob.training import job
 from dsjob.trust.grant import Trust
 
+STEPS = 8  # two epochs of 64 samples
 TRUST = Trust(folders=(str(Path(pipelined_models.__file__).parent),))
 LAYERS: dict[str, Any] = {
     "model": {"_target_": "pipelined_models.build_layers"},
@@ -68,13 +69,13 @@ def make_document(kind: str, folder: str, **sections: Any) -> dict[str, Any]:
         "model": {"_target_": f"pipelined_models.build_{kind}"},
         "data": data,
     }
-    steps = {"train_batch": 16, "micro_batch": 2, "max_steps": 20, "log_every": 1, "eval_at_start": True}
+    steps = {"train_batch": 16, "micro_batch": 2, "max_steps": STEPS, "log_every": 1, "eval_at_start": True}
     return make_job(
         **{
             **own,
             "optimizer": {"type": "AdamW", "params": {"lr": 0.01, "eps": 1e-3}},
             "gradient_clipping": 0.5,
-            "checkpoint": {"every": 10, "keep": 5},
+            "checkpoint": {"every": STEPS // 2, "keep": 5},
             "output": {"dir": folder},
             **sections,
             "trainer": {**steps, **sections.get("trainer", {})},
@@ -108,7 +109,7 @@ def run_alone(kind: str) -> dict[str, Any]:
 
 def compare(found: dict[str, Any], kind: str, tolerance: float = 1e-5, *, resumed: bool = False) -> None:
     alone = run_alone(kind)
-    assert len(found["loss"]) == 20
+    assert len(found["loss"]) == STEPS
     for name in {"loss", "grad_norm"} if resumed else alone.keys() - {"weights", "predictions"}:
         assert found[name] == pytest.approx(alone[name], rel=tolerance * (100 if name == "grad_norm" else 1)), name
     # Before the first step, the weights are those of the job without a pipeline.
@@ -167,7 +168,7 @@ def test_a_job_resumes_with_other_stages(tmp_path: Path) -> None:
     folder = str(tmp_path)
     whole, first = f"{folder}/whole", f"{folder}/parts"
     two, drop = {"pipeline": {"stages": 2}}, {"model": {"_target_": "pipelined_models.build_layers", "drop": 0.3}}
-    short = {"trainer": {"max_steps": 10}}
+    short = {"trainer": {"max_steps": STEPS // 2}}
     run_ranks(
         run, 2, [make_document("layers", whole, **two, **drop), make_document("layers", first, **two, **drop, **short)]
     )
@@ -177,7 +178,7 @@ def test_a_job_resumes_with_other_stages(tmp_path: Path) -> None:
     assert all(torch.equal(resumed["weights"][name], tensor) for name, tensor in one["weights"].items())
     changing = f"{folder}/changing"
     run_ranks(run, 2, [make_document("layers", changing, **two, **short)])
-    run_ranks(run, 3, [make_document("layers", changing, pipeline={"stages": 3}, trainer={"max_steps": 15})])
+    run_ranks(run, 3, [make_document("layers", changing, pipeline={"stages": 3}, trainer={"max_steps": STEPS - 2})])
     run_ranks(run, 1, [make_document("layers", changing)])
     compare(read(changing), "layers", resumed=True)
 
