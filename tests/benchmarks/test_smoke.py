@@ -28,11 +28,35 @@ TINY = {
     "transformer_layer": "--rounds 1 --shapes 2x4x8x2",
     "validate": "--rounds 1",
 }
-# The ranks that a benchmark starts are forks, too.
+# The ranks and interpreters that a benchmark starts are forks, too.
 FORKED = """
-import functools, runpy, sys
+import functools, os, runpy, signal, subprocess, sys
+from programs import Fork
 from torch import multiprocessing
 multiprocessing.spawn = functools.partial(multiprocessing.start_processes, start_method="fork")
+
+class Forked(Fork):
+    def __init__(self, command, env, stdin=None, stdout=None, stderr=None, text=False):
+        nothing = os.open(os.devnull, os.O_RDWR)
+        given, self.stdin = os.pipe() if stdin == subprocess.PIPE else (nothing, None)
+        os.dup2(given, 0)  # the fork's own
+        sys.stdin = open(0, closefd=False)
+        if self.stdin is not None:
+            os.set_inheritable(self.stdin, False)
+            self.stdin = os.fdopen(self.stdin, "w")
+        super().__init__(command, env, *(nothing if each == subprocess.DEVNULL else each for each in (stdout, stderr)))
+
+    def terminate(self):
+        os.kill(self.pid, signal.SIGTERM)
+
+    def wait(self, timeout=60):
+        return super().wait(timeout)
+
+def start(command, *others, **options):
+    forked = command[:2] == [sys.executable, "-m"] and command[2].startswith("benchmarks.")
+    return (Forked if forked else popen)(command, *others, **options)
+
+popen, subprocess.Popen = subprocess.Popen, start
 runpy.run_module(sys.argv.pop(1), run_name="__main__", alter_sys=True)
 """
 FRESH = ("validate",)  # started as from a clone; the others are forks, which has no influence on whether they work

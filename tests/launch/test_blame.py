@@ -224,11 +224,15 @@ DEAF = list(itertools.product((False, True), ((1, 0), (2, 0), (2, 1))))
 
 
 @pytest.fixture(scope="module")
-def deaf(tmp_path_factory: pytest.TempPathFactory) -> Iterator[dict[Any, tuple[Killable, Path]]]:
-    """Jobs, all at once, that SIGTERM finds in a sleep."""
+def deaf(
+    request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory
+) -> Iterator[dict[Any, tuple[Killable, Path]]]:
+    """Jobs of the selected tests, all at once, that SIGTERM finds in a sleep."""
+    test = test_a_rank_that_does_not_answer_sigterm_is_ended_and_named
+    items = [item for item in request.session.items if isinstance(item, pytest.Function) and item.function is test]
     with ExitStack() as running:
         jobs = {}
-        for saves, (nproc, rank) in DEAF:
+        for saves, (nproc, rank) in ((item.callspec.params["saves"], item.callspec.params["ranks"]) for item in items):
             folder = tmp_path_factory.mktemp("deaf")
             data = {"train": {"_target_": "my_model.Data"}}
             make_job(folder, model={"_target_": "sleeping.Net", "rank": rank}, data=data)

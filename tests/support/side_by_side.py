@@ -3,7 +3,7 @@
 A program imports deepspeed, transformers or accelerate as its author would. It runs in a folder of its own, and rank 0
 writes its records (losses, gradient norms, learning rates, metrics) there as JSON: `RECORDS`.
 
-One process per engine imports the libraries, which takes seconds. The ranks of each run are its forks.
+One process per engine imports what `forks` has not imported, which takes seconds. The ranks of each run are its forks.
 """
 
 from __future__ import annotations
@@ -17,11 +17,13 @@ import signal
 import socket
 import subprocess
 import sys
+import tempfile
 import threading
 import time
 import traceback
 from collections.abc import Mapping, Sequence
 from dataclasses import asdict, dataclass, field
+from importlib.util import find_spec
 from pathlib import Path
 from typing import Any, Literal, NoReturn
 
@@ -78,12 +80,18 @@ def run_on(engine: Engine, runs: Sequence[Run], *, imported: Sequence[str] = IMP
 
     imported: modules to import before the first. Raises AssertionError with the end of a program's output if it fails.
     """
+    from programs import run_program
+
     task = {"imported": list(imported), "runs": [asdict(run) for run in runs]}
     limit = 120 + sum(run.timeout for run in runs)
-    done = subprocess.run(
-        [sys.executable, __file__], input=json.dumps(task, default=str), env=make_environment(engine), text=True,
-        capture_output=True, timeout=limit,
-    )  # fmt: skip
+    with tempfile.TemporaryDirectory() as folder:
+        file = Path(folder, "task.json")
+        file.write_text(json.dumps(task, default=str))
+        command, env = [sys.executable, __file__, str(file)], make_environment(engine)
+        if find_spec("deepspeed"):
+            done = run_program(command, cwd=Path(folder), env=env, timeout=limit)
+        else:  # accelerate in a fork was imported where there was none, and would go on without
+            done = subprocess.run(command, env=env, text=True, capture_output=True, timeout=limit, check=False)
     assert done.returncode == 0, f"{engine}: {done.stdout[-6000:]}{done.stderr[-6000:]}"
     files = [run.folder / RECORDS for run in runs]
     return [json.loads(file.read_text()) if file.exists() else None for file in files]
@@ -193,4 +201,4 @@ def _become(run: dict[str, Any], folder: Path, environment: dict[str, str]) -> N
 
 
 if __name__ == "__main__":
-    _serve(json.load(sys.stdin))
+    _serve(json.loads(Path(sys.argv[1]).read_text()))
