@@ -66,14 +66,21 @@ def reference(w: Tensor, g: Tensor, m: Tensor, v: Tensor, rate: float, inside: b
     return sums
 
 
-@pytest.mark.parametrize("inside", [True, False])
-def test_the_kernels_compute_lamb_on_a_cpu(inside: bool, tmp_path: Path) -> None:
+@pytest.fixture(scope="module")
+def host(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """The kernels as a library for the CPU."""
     if lacking := lacks_commands("g++"):
         pytest.skip(str(lacking))
-    (tmp_path / "host.cpp").write_text(HOST.replace("SHIM", str(SHIM)))
+    folder = tmp_path_factory.mktemp("kernels")
+    (folder / "host.cpp").write_text(HOST.replace("SHIM", str(SHIM)))
     options = ["-std=c++20", "-O1", "-pthread", "-shared", "-fPIC", f"-I{SOURCES}"]
-    subprocess.run(["g++", *options, tmp_path / "host.cpp", "-o", tmp_path / "host.so"], check=True)
-    host = ctypes.CDLL(str(tmp_path / "host.so"))
+    subprocess.run(["g++", *options, folder / "host.cpp", "-o", folder / "host.so"], check=True)
+    return folder / "host.so"
+
+
+@pytest.mark.parametrize("inside", [True, False])
+def test_the_kernels_compute_lamb_on_a_cpu(inside: bool, host: Path) -> None:
+    host = ctypes.CDLL(str(host))
     weights, averages, squares = draw(0), [torch.zeros(s) for s in SIZES], [torch.zeros(s) for s in SIZES]
     w, m, v = ([tensor.double() for tensor in tensors] for tensors in (weights, averages, squares))
     ratios = torch.linspace(0.5, 2, len(SIZES))

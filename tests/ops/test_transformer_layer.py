@@ -338,6 +338,7 @@ def test_a_norm_with_weights_of_zero_gives_finite_gradients() -> None:
 
 
 @ORDERS
+@pytest.mark.full("post-LN")
 def test_the_compiler_traces_it(pre: bool) -> None:
     layer = make_layer(torch.float32, pre_layer_norm=pre, **dict.fromkeys(SAVINGS, True), hidden_dropout_ratio=0.1)
     plain = make_layer(torch.float32, pre_layer_norm=pre, attn_dropout_ratio=0.2)

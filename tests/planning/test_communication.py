@@ -52,6 +52,8 @@ def count_collectives(world: World) -> list[tuple[str, dict[str, int], dict[str,
     rows = []
     sharded.exchange_directly = lambda unit: None  # FSDP2's own collectives can be counted, as a GPU would have them
     for stage, bf16, accumulation in itertools.product(range(4), (False, True), (1, 2)):
+        if world.data_size == 2 and (stage + bf16 + accumulation) % 2:  # half of the cells
+            continue
         net = Net(1031, 67, 3)
         model = size_model(net)
         engine = make_engine(stage, net=net, bf16=bf16, accumulation=accumulation)
