@@ -130,6 +130,7 @@ def work_alone(world: World, stage: int, bf16: bool) -> dict[str, Any]:
     found: dict[str, Any] = {"states": [], "outputs": [], "losses": []}
     ids = torch.arange(4) + world.data_rank
     for step in range(7):
+        engine.empty_partition_cache()  # programs call it at any stage; it frees what stage 3 has gathered
         if world.data_rank == 0 and step % 2 == 0:
             engine.eval()
             with torch.no_grad():

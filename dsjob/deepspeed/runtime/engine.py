@@ -186,8 +186,9 @@ class DeepSpeedEngine(Settings, Engine):
         self.strategy.reduce_gradients()
 
     def empty_partition_cache(self) -> None:
-        """Frees the full parameters that forward passes have gathered."""
-        self.strategy.free_gathered()
+        """Frees the full parameters that forward passes have gathered at stage 3. Below it, they stay whole."""
+        if self.zero_optimization_partition_weights():
+            self.strategy.free_gathered()
 
     save_fp16_model = Engine.save_16bit_model
 
