@@ -7,6 +7,7 @@ import importlib.util
 import json
 import math
 import tempfile
+from collections.abc import Iterable
 from pathlib import Path
 from typing import Any
 
@@ -58,6 +59,7 @@ CASES: list[tuple[str, int, int, dict[str, Any], float]] = [
 LONG = {
     "stage 2", "stage 0, accumulated", "stage 2, accumulated", "stage 0, bf16", "checkpointed", "summed", "groups",
     "another optimizer", "fp32, stage 0", "fp32, stage 2", "bf16, stage 0", "bf16 with sums in fp32, stage 1",
+    "stage 1, bf16", "stage 1, fp16",
 }  # fmt: skip
 
 
@@ -124,11 +126,9 @@ def resize(world: World) -> tuple[int, int]:
 
 def run_all(world: World, long: bool) -> dict[str, Any]:
     found: dict[str, Any] = {"compared": compare(world, long), "saved": save_and_load(world, long)}
-    if long:
-        return found
-    found["anew"] = begin_anew(world)
-    found["at once"], found["resized"] = step_at_once(world), resize(world)
-    return {**found, "odd": train_odd(world)} if world.data_size > 1 else found
+    stages = range(4) if long else (0, 3)
+    found |= {"anew": begin_anew(world, stages), "odd": train_odd(world, stages) if world.data_size > 1 else []}
+    return found if long else {**found, "at once": step_at_once(world), "resized": resize(world)}
 
 
 RANKS = pytest.mark.parametrize("ranks", [pytest.param(1, marks=pytest.mark.full), 2])
@@ -235,10 +235,10 @@ def test_checkpoints_are_dsjobs_and_either_engine_goes_on(ranks: int, name: str)
         assert their_scale == scale
 
 
-def begin_anew(world: World) -> list[Any]:
+def begin_anew(world: World, stages: Iterable[int]) -> list[Any]:
     """Losses of an engine, and of one that has taken other steps and loads what that one saved before its first."""
     found = []
-    for stage in range(4):
+    for stage in stages:
         shared: list[Any] = [tempfile.mkdtemp() if world.data_rank == 0 else None]
         if world.data_size > 1:
             torch.distributed.broadcast_object_list(shared)
@@ -252,16 +252,20 @@ def begin_anew(world: World) -> list[Any]:
     return found
 
 
+LENGTHS = pytest.mark.parametrize("long", [False, pytest.param(True, marks=pytest.mark.full)])  # all stages, or two
+
+
 @RANKS
-def test_a_checkpoint_without_optimizer_state_begins_anew(ranks: int) -> None:
-    for rank in run_on(ranks, False):
-        for stage, (first, other) in enumerate(rank["anew"]):
-            assert other == first, stage
+@LENGTHS
+def test_a_checkpoint_without_optimizer_state_begins_anew(ranks: int, long: bool) -> None:
+    for rank in run_on(ranks, long):
+        for first, other in rank["anew"]:
+            assert other == first
 
 
-def train_odd(world: World) -> list[Any]:
+def train_odd(world: World, stages: Iterable[int]) -> list[Any]:
     found = []
-    for stage in range(4):
+    for stage in stages:
         engine = make_engine(world, "deepspeed", stage, net=Odd())
         with torch.no_grad():
             evaluated = engine.eval()(torch.ones(2, 4))
@@ -279,8 +283,9 @@ def train_odd(world: World) -> list[Any]:
     return found
 
 
-def test_frozen_tied_unused_parameters_and_buffers() -> None:
-    for rank in run_on(2, False):
+@LENGTHS
+def test_frozen_tied_unused_parameters_and_buffers(long: bool) -> None:
+    for rank in run_on(2, long):
         evaluated, first, aliases, _ = rank["odd"][0]
         assert aliases == {"tied.weight": "first.weight"}
         for other, kept, names, state in rank["odd"][1:]:
