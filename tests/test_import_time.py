@@ -19,12 +19,40 @@ NOT_FOR_VALIDATE = {"hydra", "omegaconf", "antlr4", "rich"}
 PROBE = """
 import json, sys
 from dsjob.cli import main
-try:
-    code = main(sys.argv[1:])
-except SystemExit as error:
-    code = error.code
-print(json.dumps([code, sorted({name.split(".")[0] for name in sys.modules})]))
+for arguments in json.loads(sys.argv[1]):
+    try:
+        code = main(arguments)
+    except SystemExit as error:
+        code = error.code
+    print("PROBE", json.dumps([code, sorted({name.split(".")[0] for name in sys.modules})]))
 """
+Command = tuple[list[str], int]  # arguments and exit code
+LOOKING: list[Command] = [
+    (["validate", "job.json"], 0),
+    (["validate", "job.yaml"], 0),
+    (["validate", "ds.json"], 0),
+    (["validate", "bad.json"], 2),
+    (["validate", "--help"], 0),
+    (["schema", "--help"], 0),
+    (["schema", "--view", "recipe", "--format", "text"], 0),
+    (["schema", "optimizer.params"], 0),
+    (["schema", "trainer", "--format", "json"], 0),
+    (["schema", "trainr"], 2),
+    (["import", "ds.json"], 0),
+    (["import", "--help"], 0),
+    (["--help"], 0),
+    (["--version"], 0),
+]
+COMPOSING: list[Command] = [
+    (["show", "+recipe=quickstart"], 0),
+    (["show", "job.json", "trainer.seed=1", "--format", "json"], 0),
+    (["show", "bad.json"], 2),
+    (["--cfg", "job", "+recipe=quickstart"], 0),
+    (["+recipe=quikstart"], 2),
+    (["plan", "--params", "70e9", "--world-size", "64", "zero_optimization.stage=3"], 0),
+    (["plan", "job.json", "--params", "7B", "--sweep-stages", "--format", "json"], 0),
+    (["+recipe=quickstart", "trainer.mirco_batch=1"], 2),
+]
 
 
 @pytest.fixture
@@ -37,38 +65,29 @@ def folder(tmp_path: Path) -> Path:
     return tmp_path
 
 
-def list_imported(folder: Path, *arguments: str) -> tuple[int, set[str]]:
-    """The exit code of a command in a process of its own, and the packages that it imported."""
+def list_all_imported(folder: Path, commands: list[list[str]]) -> list[tuple[int, set[str]]]:
+    """Runs commands in one new process; the exit code of each, and the packages that it and those before imported."""
     done = subprocess.run(
-        [sys.executable, "-P", "-c", PROBE, *arguments], cwd=folder, capture_output=True, text=True, check=True
+        [sys.executable, "-P", "-c", PROBE, json.dumps(commands)],
+        cwd=folder,
+        capture_output=True,
+        text=True,
+        check=True,
     )
-    code, names = json.loads(done.stdout.splitlines()[-1])
-    return code, set(names)
+    found = [json.loads(line[6:]) for line in done.stdout.splitlines() if line.startswith("PROBE ")]
+    return [(code, set(names)) for code, names in found]
 
 
-@pytest.mark.parametrize(
-    ("arguments", "code"),
-    [
-        (["validate", "job.json"], 0),
-        (["validate", "job.yaml"], 0),
-        (["validate", "ds.json"], 0),
-        (["validate", "bad.json"], 2),
-        (["validate", "--help"], 0),
-        (["schema", "--help"], 0),
-        (["schema", "--view", "recipe", "--format", "text"], 0),
-        (["schema", "optimizer.params"], 0),
-        (["schema", "trainer", "--format", "json"], 0),
-        (["schema", "trainr"], 2),
-        (["import", "ds.json"], 0),
-        (["import", "--help"], 0),
-        (["--help"], 0),
-        (["--version"], 0),
-    ],
-)
-def test_looking_at_documents_imports_neither_torch_nor_hydra(folder: Path, arguments: list[str], code: int) -> None:
-    got, imported = list_imported(folder, *arguments)
-    assert got == code
-    assert imported & (SLOW | NOT_FOR_VALIDATE) == set()
+def list_imported(folder: Path, *arguments: str) -> tuple[int, set[str]]:
+    (found,) = list_all_imported(folder, [list(arguments)])
+    return found
+
+
+def test_looking_at_documents_imports_neither_torch_nor_hydra(folder: Path) -> None:
+    found = list_all_imported(folder, [arguments for arguments, _ in LOOKING])
+    for (arguments, code), (got, imported) in zip(LOOKING, found, strict=True):
+        assert got == code, arguments
+        assert imported & (SLOW | NOT_FOR_VALIDATE) == set(), arguments
 
 
 def test_validating_json_does_without_yaml(folder: Path) -> None:
@@ -76,24 +95,12 @@ def test_validating_json_does_without_yaml(folder: Path) -> None:
     assert "yaml" in list_imported(folder, "validate", "job.yaml")[1]
 
 
-@pytest.mark.parametrize(
-    ("arguments", "code"),
-    [
-        (["show", "+recipe=quickstart"], 0),
-        (["show", "job.json", "trainer.seed=1", "--format", "json"], 0),
-        (["show", "bad.json"], 2),
-        (["--cfg", "job", "+recipe=quickstart"], 0),
-        (["+recipe=quikstart"], 2),
-        (["plan", "--params", "70e9", "--world-size", "64", "zero_optimization.stage=3"], 0),
-        (["plan", "job.json", "--params", "7B", "--sweep-stages", "--format", "json"], 0),
-        (["+recipe=quickstart", "trainer.mirco_batch=1"], 2),
-    ],
-)
-def test_composing_imports_no_torch(folder: Path, arguments: list[str], code: int) -> None:
-    got, imported = list_imported(folder, *arguments)
-    assert got == code
-    assert imported & SLOW == set()
-    assert "hydra" in imported
+def test_composing_imports_no_torch(folder: Path) -> None:
+    assert "hydra" in list_imported(folder, *COMPOSING[0][0])[1]
+    found = list_all_imported(folder, [arguments for arguments, _ in COMPOSING])
+    for (arguments, code), (got, imported) in zip(COMPOSING, found, strict=True):
+        assert got == code, arguments
+        assert imported & SLOW == set(), arguments
 
 
 def test_the_help_of_plan_imports_neither_torch_nor_yaml(folder: Path) -> None:
