@@ -53,9 +53,12 @@ def compare(world: World, kind: str, precision: str) -> list[tuple[str, bool]]:
         return losses, engine.get_global_grad_norm(), whole_state(engine)
 
     masters.PART = 1 << 12
-    on_device = {case: run(*case, {}) for case in itertools.product((1, 2, 3), (1, 3))}
-    found = []
-    for (stage, offload), accumulation in itertools.product(PLACES, (1, 3)):
+    found, cells = [], list(itertools.product(PLACES, (1, 3)))
+    if world.data_size == 1 and kind != "plain":  # each place with one of the accumulations
+        cells = [cell for number, cell in enumerate(cells) if (number // 2 + number) % 2]
+    cases = {(stage, accumulation) for (stage, _), accumulation in cells}
+    on_device = {case: run(*case, {}) for case in sorted(cases)}
+    for (stage, offload), accumulation in cells:
         losses, norm, expected = on_device[stage, accumulation]
         ours, our_norm, state = run(stage, accumulation, offload)
         same = losses == ours and norm == our_norm and set(state) == set(expected)
@@ -79,7 +82,7 @@ def compare(world: World, kind: str, precision: str) -> list[tuple[str, bool]]:
 @pytest.mark.full("1-tied and frozen-fp32", "1-tied and frozen-bf16, reduced in fp32")
 def test_offloading_changes_no_bit(world_size: int, kind: str, precision: str) -> None:
     for found in run_ranks(compare, world_size, kind, precision):
-        assert len(found) == 12
+        assert len(found) == (6 if (world_size, kind) == (1, "tied and frozen") else 12)
         for name, same in found:
             assert same, name
 
