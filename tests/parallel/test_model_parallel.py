@@ -252,7 +252,8 @@ def test_other_precisions_and_offloading_stay_near(results: list[Outcome]) -> No
 
 def test_an_overflow_in_one_part_is_left_out_by_all_ranks(results: list[Outcome]) -> None:
     for result in results:
-        assert result["overflow"] == [[False, 1, 128.0]] * len(result["overflow"])
+        assert len(result["overflow"]) >= 3
+        assert all(found == [False, 1, 128.0] for found in result["overflow"])
 
 
 def test_models_are_sharded_over_the_data_parallel_ranks_as_they_are_built(results: list[Outcome]) -> None:
