@@ -14,6 +14,7 @@ from typing import Any
 import pytest
 import torch
 import torch.distributed as dist
+import torch.distributed._functional_collectives as funcol
 from ranks import run_ranks
 from test_layers import MODULES
 from torch import Tensor, nn
@@ -201,6 +202,29 @@ def test_tensors_without_memory_and_their_operators_are_seen() -> None:
         assert one.untyped_storage().nbytes() == 4 << 40
         torch.mm(torch.zeros(2, 3), torch.zeros(3, 4))
     assert "mm" in seen
+
+
+def test_ranks_can_be_imagined() -> None:
+    seen = []
+
+    class Watch(torch_private.TorchDispatchMode):
+        def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+            seen.append((func.overloadpacket.__name__, torch_private.find_group_name((args, kwargs))))
+            return func(*args, **(kwargs or {}))
+
+    with torch_private.imagining_ranks(4), torch_private.FakeTensorMode(), Watch():
+        pair = dist.new_group([0, 1])
+        name = pair.group_name
+        x = torch.zeros(4)
+        assert isinstance(x, torch_private.FakeTensor)
+        dist.all_reduce(x, group=pair)
+        dist.all_gather([torch.zeros(4), torch.zeros(4)], x, group=pair)
+        dist.all_to_all_single(torch.zeros(4), x, group=pair)
+        funcol.all_reduce(x, "sum", pair)
+    assert not dist.is_initialized()
+    kinds = {"allreduce_", "allgather_", "alltoall_base_", "all_reduce"}
+    assert {kind for kind, group in seen if group == name} == kinds
+    assert ("zeros", None) in seen
 
 
 def test_tensors_of_torch_func_are_told() -> None:

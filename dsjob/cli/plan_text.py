@@ -9,7 +9,7 @@ from rich.console import Console
 from rich.table import Table
 from rich.text import Text
 
-from dsjob.planning.fit import Row
+from dsjob.planning.fit import Job, Row
 from dsjob.planning.memory import MOMENTS, Place
 from dsjob.planning.model import count
 from dsjob.planning.plot import draw
@@ -47,7 +47,7 @@ def _print_pairs(console: Console, title: str, pairs: Sequence[tuple[str, str]])
 
 
 def _describe_job(plan: Plan) -> list[tuple[str, str]]:
-    model, layout = plan.job.model, plan.job.layout
+    model, layout = plan.model, plan.job.layout
     total, trained = count(model.weights), count(model.trainable)
     frozen = f", {trained:,} trained" if trained != total else ""
     if model.blocks_known:
@@ -55,17 +55,22 @@ def _describe_job(plan: Plan) -> list[tuple[str, str]]:
     else:
         described = f"{total:,} parameters (--params)"
     samples = layout.micro_batch * layout.grad_accum * layout.world_size
-    ranks = f"{layout.world_size} rank{'s' if layout.world_size > 1 else ''}"
+    ranks = (
+        f"{layout.world_size} {'data-parallel ' if layout.model_ranks > 1 else ''}rank{'s' * (layout.world_size > 1)}"
+    )
+    sizes = [("pipe", layout.stages), ("context", layout.context), ("tensor", layout.tensor)]
+    whole = "".join(f" x {size} {axis}" for axis, size in sizes if size > 1)
     return [
         ("model", described),
-        ("layout", f"ZeRO stage {layout.stage}, {ranks}, {plan.precision}, offload {layout.offload}"),
+        ("layout", f"ZeRO stage {layout.stage}, {ranks}{whole}, {plan.precision}, offload {layout.offload}"),
         ("batch", f"{samples} = {layout.micro_batch} micro x {layout.grad_accum} accumulated x {ranks}"),
     ]
 
 
 def _print_memory(console: Console, plan: Plan) -> None:
     memory = plan.memory
-    table = Table(title="memory per rank", box=box.SIMPLE_HEAD, title_justify="left", pad_edge=False)
+    stage = f" of stage {plan.stage}, which needs most" if len(plan.jobs) > 1 else ""
+    table = Table(title=f"memory per rank{stage}", box=box.SIMPLE_HEAD, title_justify="left", pad_edge=False)
     table.add_column("", style="bold", no_wrap=True)
     for name in MOMENTS:
         table.add_column(name, justify="right", no_wrap=True)
@@ -98,12 +103,15 @@ def _verdict(plan: Plan) -> str:
 def _describe_rest(plan: Plan) -> list[tuple[str, str]]:
     saved, course, activations = plan.checkpoint, plan.course, plan.activations
     pairs = [("model states", f"{show_bytes(plan.memory.states)} per rank when the optimizer steps")]
+    if len(plan.jobs) > 1:
+        pairs += [(f"stage {stage}", _describe_stage(job)) for stage, job in enumerate(plan.jobs)]
     if activations.whole is not None:
         pairs.append(("activations", _describe_activations(activations)))
     pairs.append(("host at start", f"{show_bytes(plan.building)} per rank: each rank builds the whole model"))
     for transfer in plan.communication:
         sent = f"{show_bytes(transfer.sent)} sent by each rank"
-        pairs.append((transfer.collective, f"{show_bytes(transfer.bytes)} of {transfer.what} per step; {sent}"))
+        name = f"{transfer.axis} {transfer.collective}" if plan.job.layout.model_ranks > 1 else transfer.collective
+        pairs.append((name, f"{show_bytes(transfer.bytes)} of {transfer.what} per step; {sent}"))
     kept = f", {show_bytes(saved.whole * plan.keep)} for the {plan.keep} that are kept" if plan.keep > 1 else ""
     written = f"{show_bytes(saved.rank)} written per rank"
     pairs.append(("checkpoint", f"{show_bytes(saved.whole)} of weights and optimizer{kept}; {written}"))
@@ -114,6 +122,12 @@ def _describe_rest(plan: Plan) -> list[tuple[str, str]]:
     if course.steps is not None:
         pairs.append(("steps", f"{course.steps:,}"))
     return [*pairs, *course.lengths]
+
+
+def _describe_stage(job: Job) -> str:
+    memory, held = job.memory(), job.layout.held
+    micro = f"{held} micro batch{'es' * (held > 1)}"
+    return f"{show_bytes(memory.states)} of model states, peak {show_bytes(memory.peak)}, activations of {micro}"
 
 
 def _describe_activations(activations: Activations) -> str:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import os
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 from dsjob.contract.job_lengths import describe_lengths
@@ -21,7 +21,7 @@ from dsjob.launch.rank import add_import_folders
 from dsjob.planning.communication import predict_checkpoint, predict_communication
 from dsjob.planning.fit import Job
 from dsjob.planning.model import COMPRESSING, Layout, Model, Offload, OptimizerState, assume_state
-from dsjob.planning.report import Activations, Course, Plan
+from dsjob.planning.report import Activations, Course, Plan, Share
 from dsjob.trust.grant import Trust
 
 _BYTES = {"fp32": 4, "bf16": 2, "fp16": 2}
@@ -84,34 +84,39 @@ def _make_plan(document: dict[str, Any], world_size: int, asked: Asked, trust: T
                 "cannot plan offloaded parameters without the model: the device holds its largest block",
                 hint="omit --params, and plan a document that names the model",
             )
-        model, state, activations, course = _count(spec, asked.params, notes)
+        model, state, shares, course = _count(spec, asked.params, layout, notes)
     else:
-        model, state, activations, course = _look(spec, world_size, notes, trust)
+        model, state, shares, course = _look(spec, layout, notes, trust)
     if spec.optimizer and (spec.optimizer.type or "").lower() in COMPRESSING and world_size > 1:
         notes.append("optimizer state is as after the freeze step; from then on, 1/32 of the all-reduce bytes are sent")
     if spec.trainer.model_parallel_size > 1:
         notes.append("the model is assumed to be the part of one model-parallel rank; ranks are data-parallel ranks")
     if spec.pipeline.size > 1:
-        notes.append(
-            f"all figures are of the whole model, of which each of the {spec.pipeline.size} stages has only a part;"
-            " --schedule shows the timeline"
-        )
+        notes.append("--schedule shows the timeline of the stages")
+    if spec.pipeline.partition.lower() == "time":
+        notes.append("pipeline.partition time: a plan measures no times, and divides layers by parameters")
+    if spec.pipeline.activation_checkpoint_interval:
+        notes.append("pipeline.activation_checkpoint_interval: activations are counted as if nothing was recomputed")
     if spec.driven:
         notes.append("engine: deepspeed: all figures are of dsjob's own engine; DeepSpeed's buckets and copies differ")
     if spec.torch_autocast.enabled:
         notes.append("torch_autocast: activations are counted as fp32, and are smaller")
     if layout.stage and world_size == 1 and layout.offload == "none":
         notes.append(f"stage {layout.stage} on one rank: nothing to shard")
+    jobs = tuple(_make_job(share, layout, state) for share in shares)
+    most = max(range(len(jobs)), key=lambda stage: jobs[stage].memory().peak)
     return Plan(
         name=spec.name,
         source="a number of parameters" if asked.params is not None else spec.model.path if spec.model else "",
         precision=_name_precision(spec),
-        job=Job(
-            model, layout, state, activations.asked, activations.largest, activations.moved if activations.on else 0
+        model=model,
+        jobs=jobs,
+        activations=shares[most].activations,
+        communication=(*predict_communication(shares[most].model, layout), *shares[most].transfers),
+        checkpoint=replace(
+            predict_checkpoint(model, layout, state),
+            rank=max(predict_checkpoint(share.model, layout, state).rank for share in shares),
         ),
-        activations=activations,
-        communication=predict_communication(model, layout),
-        checkpoint=predict_checkpoint(model, layout, state),
         keep=spec.checkpoint.keep,
         course=course,
         limit=asked.device_memory,
@@ -120,6 +125,12 @@ def _make_plan(document: dict[str, Any], world_size: int, asked: Asked, trust: T
         measured_here=asked.host_memory is None,
         ranks_here=min(spec.launch.nproc, world_size * spec.model_ranks),
     )
+
+
+def _make_job(share: Share, layout: Layout, state: OptimizerState) -> Job:
+    activations = share.activations
+    moved = activations.moved if activations.on else 0
+    return Job(share.model, replace(layout, held=share.held), state, activations.asked, activations.largest, moved)
 
 
 def _read_host_memory() -> int | None:
@@ -160,6 +171,9 @@ def _read_layout(spec: JobSpec, world_size: int, offload: Offload | None) -> Lay
         disk_buffers=max(disk.buffer_count, 1) if disk else 0,
         block_buffers=max(parameters.buffer_count, 1) if parameters else 0,
         max_in_cpu=parameters.max_in_cpu if parameters else 0,
+        stages=spec.pipeline.size,
+        context=spec.context_parallel.size,
+        tensor=spec.tensor_parallel.ranks,
         second=zero.zero_hpz_partition_size if zero.stage == 3 and zero.zero_hpz_partition_size > 1 else 0,
     )
     if layout.offload_problem:
@@ -170,24 +184,31 @@ def _read_layout(spec: JobSpec, world_size: int, offload: Offload | None) -> Lay
     return layout
 
 
-_Looked = tuple[Model, OptimizerState, Activations, Course]
+_Looked = tuple[Model, OptimizerState, list[Share], Course]
 
 
-def _count(spec: JobSpec, parameters: int, notes: list[str]) -> _Looked:
+def _count(spec: JobSpec, parameters: int, layout: Layout, notes: list[str]) -> _Looked:
     """A plan from the number of parameters alone. Imports nothing."""
     state, remark = assume_state(spec.optimizer)
     notes += [remark] if remark else []
     notes.append("not included without a model: activations, blocks and their buffers, steps and learning rates")
-    return Model.of_count(parameters), state, Activations(reason="there is no model to look at"), Course()
+    parts = layout.stages * layout.tensor
+    if layout.model_ranks > 1:
+        notes.append("not included without a model: what is sent between stages, and between parts of the model")
+    if parts > 1:
+        notes.append(f"the model is assumed to divide evenly into {parts} parts")
+    share = Share(Model.of_count(-(-parameters // parts)), Activations(reason="there is no model to look at"))
+    return Model.of_count(parameters), state, [share] * layout.stages, Course()
 
 
-def _look(spec: JobSpec, world_size: int, notes: list[str], trust: Trust) -> _Looked:
+def _look(spec: JobSpec, layout: Layout, notes: list[str], trust: Trust) -> _Looked:
     """Measures the model on the meta device, one micro batch of the data, the optimizer's state and the schedule."""
     from dsjob.compute.find_blocks import mark_leaves
     from dsjob.data.batches import count_elements, is_tokens
     from dsjob.training import probe
     from dsjob.training.activations import measure_activations
     from dsjob.training.build import count_steps
+    from dsjob.training.imagined import measure_shares
     from dsjob.training.passed import NEVER
 
     assert spec.model is not None
@@ -195,20 +216,27 @@ def _look(spec: JobSpec, world_size: int, notes: list[str], trust: Trust) -> _Lo
     mark_leaves(built, spec.zero_optimization.leaf_module)
     model = probe.size_model(built)
     state = probe.probe_optimizer(spec.optimizer, trust) if spec.optimizer else OptimizerState(0)
-    steps, samples, tokens = spec.trainer.max_steps, None, 0
+    steps, samples, tokens, batch, reason = spec.trainer.max_steps, None, 0, None, ""
     try:
-        loader = probe.load_data(spec, world_size, trust)
+        loader = probe.load_data(spec, layout.world_size, trust)
         samples = loader.samples_per_epoch
         counted = count_steps(spec.trainer, samples)
         steps = None if counted == NEVER else counted
         batch = next(iter(loader))
         tokens = count_elements(batch) * spec.trainer.train_batch // spec.trainer.micro_batch if is_tokens(batch) else 0
-        activations = measure_activations(built, batch, spec, trust)
     except (DataError, OSError) as error:
-        activations = Activations(reason=str(error).splitlines()[0])
-    if activations.reason:
-        notes.append(f"activations are not counted: {activations.reason}")
+        if layout.stages > 1:  # it takes a batch to find out how the model can be divided
+            raise
+        reason = str(error).splitlines()[0]
+    if layout.model_ranks > 1:
+        shares = measure_shares(built, batch, spec, 1 if layout.replicated else layout.shards, trust)
+    else:
+        shares = [Share(model, measure_activations(built, batch, spec, trust) if not reason else Activations())]
+    reason = reason or shares[0].activations.reason
+    if reason:
+        sent = ", and neither is what is sent of them" if layout.model_ranks > 1 else ""
+        notes.append(f"activations are not counted{sent}: {reason}")
     rates = tuple(probe.trace_rates(spec, steps or 0, _PLOT_WIDTH, trust))
     per_epoch = -(-samples // spec.trainer.train_batch) if samples else None
     lengths = tuple(describe_lengths(spec, samples, tokens))
-    return model, state, activations, Course(samples, per_epoch, steps, rates, lengths)
+    return model, state, shares, Course(samples, per_epoch, steps, rates, lengths)

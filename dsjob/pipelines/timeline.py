@@ -92,6 +92,19 @@ def require_sound(streams: Sequence[Stream], chunks: int, micro_batches: int, na
     require_pairs(streams, chunks, name)
 
 
+def find_most_held(stream: Stream, sizes: Sequence[int]) -> int:
+    """The most that a rank holds at once, if a forward pass through chunk c leaves `sizes[c]` until the end of the
+    backward pass."""
+    held = most = 0
+    for instruction in stream:
+        if isinstance(instruction, ForwardPass):
+            held += sizes[instruction.chunk]
+            most = max(most, held)
+        elif isinstance(instruction, (BackwardPass, BackwardWeightPass)):
+            held -= sizes[instruction.chunk]
+    return most
+
+
 def _list_passes(stream: Stream) -> list[BufferOpInstruction]:
     return [each for each in stream if isinstance(each, BufferOpInstruction) and type(each) in _PASSES]
 

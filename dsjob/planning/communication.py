@@ -7,23 +7,37 @@ from typing import Literal
 
 from dsjob.planning.model import MASTER_SIZE, Layout, Model, OptimizerState, count
 
-Collective = Literal["all-reduce", "all-gather", "reduce-scatter", "broadcast"]
+Axis = Literal["pipe", "data", "context", "tensor"]
+Collective = Literal["all-reduce", "all-gather", "reduce-scatter", "broadcast", "all-to-all", "send"]
 # With a ring algorithm over W ranks, each rank sends this number times (W - 1) / W of the whole tensor.
-_ROUNDS: dict[Collective, int] = {"all-reduce": 2, "all-gather": 1, "reduce-scatter": 1, "broadcast": 1}
+_ROUNDS: dict[Collective, int] = {
+    "all-reduce": 2,
+    "all-gather": 1,
+    "reduce-scatter": 1,
+    "broadcast": 1,
+    "all-to-all": 1,
+}
 
 
 @dataclass(frozen=True, slots=True)
 class Transfer:
-    """One kind of collective in a step. `bytes`: size of the whole tensors; `sent`: bytes that each rank sends."""
+    """One kind of collective in a step, along an axis of the mesh. `bytes`: size of the whole tensors; `sent`: bytes
+    that each rank sends; of stages of a pipeline, the one that sends most."""
 
     collective: Collective
     what: str
     bytes: int
     sent: int
+    axis: Axis = "data"
+
+
+def make_transfer(axis: Axis, collective: Collective, what: str, whole: int, ranks: int) -> Transfer:
+    """The transfer of `whole` bytes among so many ranks, which communicate in a ring."""
+    return Transfer(collective, what, whole, whole * _ROUNDS[collective] * (ranks - 1) // ranks, axis)
 
 
 def predict_communication(model: Model, layout: Layout) -> tuple[Transfer, ...]:
-    """The transfers of one optimizer step. Leaves out the few scalars of the gradient norm.
+    """The transfers of one optimizer step among data-parallel ranks. Leaves out the few scalars of the gradient norm.
 
     Stage 0 all-reduces the gradients at the accumulation boundary. Stages 1 to 3 all-gather parameters in the compute
     dtype: once per step, or at stage 3 in every micro step, where blocks are gathered in both passes. They
@@ -35,7 +49,7 @@ def predict_communication(model: Model, layout: Layout) -> tuple[Transfer, ...]:
         return ()
     moved: list[tuple[Collective, str, int, int]] = []
     if layout.stage == 0:
-        times = layout.grad_accum if layout.sums_in_masters else 1
+        times = layout.grad_accum if layout.sums_in_masters and layout.stages == 1 else 1
         moved.append(("all-reduce", "gradients", count(model.trainable) * layout.reduce * times, ranks))
     else:
         units = {number: sum(w.padded(size) for w in unit) * size for number, unit in model.units(layout.stage).items()}
@@ -56,11 +70,7 @@ def predict_communication(model: Model, layout: Layout) -> tuple[Transfer, ...]:
             moved.append(("all-reduce", "shards of gradients", reduced // size * layout.reduce * times, ranks // size))
     if model.buffers:
         moved.append(("broadcast", "model buffers", model.buffers, ranks))
-    return tuple(
-        Transfer(kind, what, whole, whole * _ROUNDS[kind] * (group - 1) // group)
-        for kind, what, whole, group in moved
-        if whole
-    )
+    return tuple(make_transfer("data", kind, what, whole, group) for kind, what, whole, group in moved if whole)
 
 
 @dataclass(frozen=True, slots=True)

@@ -119,7 +119,7 @@ def _list_remedies(job: Job, checkpointed: int | None, limit: int) -> Iterator[t
         if more.memory().peak > limit:
             more = job.change(world_size=ranks, stage=3)
         if more.memory().peak <= limit:
-            yield f"{ranks} ranks at zero_optimization.stage={more.layout.stage}", more
+            yield f"{ranks * layout.model_ranks} ranks at zero_optimization.stage={more.layout.stage}", more
             break
         ranks *= 2
     if checkpointed is not None:

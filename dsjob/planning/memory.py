@@ -101,7 +101,8 @@ def predict_memory(
     if model.buffers:
         items.append(_always("model buffers", model.buffers))
     if activations is not None:
-        items.append(Item("activations", activations, 0, 0, note=f"micro batch of {layout.micro_batch}"))
+        of = f"{layout.held} micro batches" if layout.held > 1 else "micro batch"
+        items.append(Item("activations", activations, 0, 0, note=f"{of} of {layout.micro_batch}"))
         items.append(Item("activation gradient", largest_activation, 0, 0, note="of the largest activation"))
         moved = moved_activations
         items.append(Item("block inputs", moved, 0, 0, place="host", note="activation_checkpointing.cpu_checkpointing"))
@@ -109,8 +110,9 @@ def predict_memory(
 
 
 def _replicated(model: Model, layout: Layout, state: OptimizerState) -> list[Item]:
-    """Stage 0, or a single rank. Below fp32 the model is a copy of fp32 masters. DDP's buckets hold the gradients."""
-    cast, ddp = layout.compute < MASTER_SIZE, layout.world_size > 1
+    """Stage 0, or a single rank. Below fp32 the model is a copy of fp32 masters. DDP's buckets hold the gradients, but
+    not in a pipeline, which has no DDP."""
+    cast, ddp = layout.compute < MASTER_SIZE, layout.world_size > 1 and layout.stages == 1
     near, far = _split(model, layout)
     if far:
         return [
@@ -132,7 +134,7 @@ def _replicated(model: Model, layout: Layout, state: OptimizerState) -> list[Ite
         _always("parameters", _held(model, layout), note="cast in place" if cast else ""),
         Item("gradients", before, own + sums, kept + masters, note=note),
         *_master_items(model.trainable, [w.elements for w in model.trainable], state, cast, layout.world_size),
-        *(_bucket_items(model, layout) if ddp and layout.reduce != layout.compute else []),
+        *(_bucket_items(model, layout) if layout.copies_to_reduce else []),
     ]
 
 
@@ -196,13 +198,14 @@ def _disk_item(elements: list[int], copies: float, buffers: int) -> Item:
 
 
 def _bucket_items(model: Model, layout: Layout) -> list[Item]:
-    """DDP's copies of buckets when gradients are reduced in another dtype than they are computed in.
+    """Copies of buckets of gradients: in a pipeline, and where DDP reduces gradients in another dtype than they are
+    computed in.
 
     Two buckets are in flight at a time. A bucket is at least as large as its largest parameter.
     """
     largest = max((w.elements for w in model.trainable), default=0) * layout.reduce
     sent = min(2 * max(largest, BUCKET), count(model.trainable) * layout.reduce)
-    return [Item("reduce buffers", 0, sent, 0, note="two DDP buckets in communication_data_type")]
+    return [Item("reduce buffers", 0, sent, 0, note="two buckets in communication_data_type")]
 
 
 def _sharded(model: Model, layout: Layout, state: OptimizerState, rank: int) -> list[Item]:

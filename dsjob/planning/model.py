@@ -114,6 +114,9 @@ class Layout:
     group; 0: none. `ahead`: elements that stage 3 prefetches (0: one block); `live`: the most elements of blocks that
     it holds at a time. `disk_buffers`: with which masters and optimizer state are kept on a disk; 0: in memory.
     `block_buffers`: with which offloaded parameters are kept on a disk, beyond `max_in_cpu` elements; 0: in memory.
+
+    `world_size`: the data-parallel ranks. `stages`, `context`, `tensor`: the ranks along the other axes, which hold a
+    model together. `held`: the micro batches whose activations a stage of a pipeline holds at once.
     """
 
     stage: int
@@ -132,11 +135,25 @@ class Layout:
     disk_buffers: int = 0
     block_buffers: int = 0
     max_in_cpu: int = 0
+    stages: int = 1
+    context: int = 1
+    tensor: int = 1
+    held: int = 1
+
+    @property
+    def model_ranks(self) -> int:
+        """The ranks that hold a model together."""
+        return self.stages * self.context * self.tensor
 
     @property
     def replicated(self) -> bool:
         """Whether every rank holds the whole model, as `parallel.build_strategy` decides."""
         return self.stage == 0 or (self.world_size == 1 and self.offload != "param")
+
+    @property
+    def copies_to_reduce(self) -> bool:
+        """Whether replicated gradients are copied for being reduced."""
+        return self.world_size > 1 and (self.stages > 1 or self.reduce != self.compute)
 
     @property
     def shards(self) -> int:

@@ -8,7 +8,7 @@ from typing import Any
 from dsjob.planning.communication import CheckpointSize, Transfer
 from dsjob.planning.fit import Job, Row
 from dsjob.planning.memory import MOMENTS, Memory
-from dsjob.planning.model import count
+from dsjob.planning.model import Model, count
 
 
 @dataclass(frozen=True, slots=True)
@@ -40,6 +40,19 @@ class Activations:
 
 
 @dataclass(frozen=True, slots=True)
+class Share:
+    """What a rank of one stage holds and sends: the first along `tensor` and `context`, which holds the most.
+
+    held: how many micro batches it keeps activations of. transfers: along all axes but that of the data.
+    """
+
+    model: Model
+    activations: Activations
+    held: int = 1
+    transfers: tuple[Transfer, ...] = ()
+
+
+@dataclass(frozen=True, slots=True)
 class Course:
     """The length of a run: samples in the dataset, steps per epoch, steps in total (None if unknown).
 
@@ -58,6 +71,7 @@ class Course:
 class Plan:
     """What a job needs. `limit`, `host_limit`: bytes of memory of a device and of a machine; None if unknown.
 
+    `model`: the whole one. `jobs`: what a rank of each pipeline stage needs, one without a pipeline.
     `measured_here`: whether `host_limit` is that of this machine. `ranks_here`: ranks on one machine, as far as the
     document says.
     """
@@ -65,7 +79,8 @@ class Plan:
     name: str
     source: str
     precision: str
-    job: Job
+    model: Model
+    jobs: tuple[Job, ...]
     activations: Activations
     communication: tuple[Transfer, ...]
     checkpoint: CheckpointSize
@@ -78,9 +93,19 @@ class Plan:
     ranks_here: int = 1
 
     def __repr__(self) -> str:
-        ranks = self.job.layout.world_size
+        ranks = self.job.layout.world_size * self.job.layout.model_ranks
         fits = "" if self.limit is None else f", {'fits' if self.fits else 'does not fit'} in {show_bytes(self.limit)}"
         return f"Plan({self.name}, {ranks} rank{'s' * (ranks > 1)}, {show_bytes(self.memory.peak)} per rank{fits})"
+
+    @property
+    def stage(self) -> int:
+        """The stage whose ranks need most memory."""
+        return max(range(len(self.jobs)), key=lambda stage: self.jobs[stage].memory().peak)
+
+    @property
+    def job(self) -> Job:
+        """What a rank of that stage needs."""
+        return self.jobs[self.stage]
 
     @property
     def memory(self) -> Memory:
@@ -95,7 +120,7 @@ class Plan:
     @property
     def building(self) -> int:
         """Bytes of host memory that a rank needs at its start, when it builds the whole model there."""
-        return sum(w.elements * w.itemsize for w in self.job.model.weights) + self.job.model.buffers
+        return sum(w.elements * w.itemsize for w in self.model.weights) + self.model.buffers
 
     @property
     def warnings(self) -> tuple[str, ...]:
@@ -114,7 +139,7 @@ class Plan:
 
 def to_json(plan: Plan, rows: list[Row]) -> dict[str, Any]:
     """The plan as JSON values. Bytes are integers."""
-    memory, layout, model = plan.memory, plan.job.layout, plan.job.model
+    memory, layout, model = plan.memory, plan.job.layout, plan.model
     return {
         "name": plan.name,
         "model": {
@@ -134,6 +159,7 @@ def to_json(plan: Plan, rows: list[Row]) -> dict[str, Any]:
             "disk": memory.disk,
             "host_at_start": plan.building,
         },
+        "stages": [_describe_stage(job) for job in plan.jobs],
         "activations": {**asdict(plan.activations), "with_checkpointing": plan.activations.with_checkpointing},
         "communication": [asdict(transfer) for transfer in plan.communication],
         "checkpoint": {**asdict(plan.checkpoint), "keep": plan.keep},
@@ -145,6 +171,12 @@ def to_json(plan: Plan, rows: list[Row]) -> dict[str, Any]:
         "warnings": list(plan.warnings),
         "sweep": [asdict(row) for row in rows],
     }
+
+
+def _describe_stage(job: Job) -> dict[str, int]:
+    memory = job.memory()
+    parameters = count(job.model.weights)
+    return {"parameters": parameters, "held": job.layout.held, "model_states": memory.states, "peak": memory.peak}
 
 
 def show_bytes(size: float) -> str:

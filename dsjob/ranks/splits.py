@@ -92,7 +92,7 @@ class Split:
 
 def communicates_on(ranks: Ranks) -> str:
     """The type of device on which ranks exchange tensors."""
-    return "cpu" if dist.get_backend(ranks.group) == "gloo" else "cuda"
+    return "cuda" if dist.get_backend(ranks.group) == "nccl" else "cpu"
 
 
 def mark_split(parameter: Tensor, split: Split) -> None:

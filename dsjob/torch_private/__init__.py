@@ -20,6 +20,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 from torch._C._functorch import is_functorch_wrapped_tensor as is_functorch_wrapped_tensor
+from torch._subclasses.fake_tensor import FakeTensor as FakeTensor
 from torch._subclasses.fake_tensor import FakeTensorMode as FakeTensorMode
 from torch.distributed import Store
 from torch.distributed.distributed_c10d import _get_default_store, _new_process_group_helper, _world
@@ -40,8 +41,8 @@ if TYPE_CHECKING:  # they take long to import, and not all that runs on ranks ne
     from torch.nn.parallel import DistributedDataParallel
 
 # is_functorch_wrapped_tensor: whether torch.func differentiates a tensor. torch.func itself cannot tell.
-# FakeTensorMode, TorchDispatchMode: run a model on tensors without memory, and see each operator. torch's documentation
-# describes them under these private names only.
+# FakeTensor, FakeTensorMode, TorchDispatchMode: run a model on tensors without memory, and see each operator. torch's
+# documentation describes them under these private names only.
 
 # The base class of batch and instance norms, which has the running statistics. The public classes (nn.BatchNorm1d, ...)
 # would miss classes that programs derive from it.
@@ -92,6 +93,29 @@ def make_group_of_one() -> dist.ProcessGroup:
 
     made: dist.ProcessGroup = dist.new_group([dist.get_rank()], backend="fake", use_local_synchronization=True)
     return made
+
+
+@contextmanager
+def imagining_ranks(count: int) -> Iterator[None]:
+    """Inside, this process is rank 0 of `count` ranks that do not exist, which all do what it does: collectives move
+    nothing. Must not be called by a process that is in a process group."""
+    import torch.testing._internal.distributed.fake_pg  # noqa: F401 (registers the backend)
+
+    dist.init_process_group("fake", store=dist.HashStore(), rank=0, world_size=count)
+    try:
+        yield
+    finally:
+        dist.destroy_process_group()
+
+
+def find_group_name(arguments: Any) -> str | None:
+    """The name of the process group in the arguments of a collective, as a TorchDispatchMode sees them; None for other
+    operators."""
+    leaves = tree_leaves(arguments)
+    for leaf in leaves:
+        if isinstance(leaf, torch.ScriptObject) and "ProcessGroup" in str(leaf._type()):
+            return str(dist.ProcessGroup.unbox(leaf).group_name)
+    return next((leaf for leaf in reversed(leaves) if isinstance(leaf, str)), None)
 
 
 def keep_outputs(ddp: DistributedDataParallel) -> None:

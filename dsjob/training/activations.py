@@ -44,7 +44,7 @@ def measure_activations(
             dtype = Precision.of(spec, torch.device("cpu")).compute
             batch = tree_map_only(Tensor, mode.from_tensor, batch)
             tensors = dict(_make_fakes(model, dtype))
-            saved = _Saved(model, [*tensors.values(), *tree_leaves(batch)], section)
+            saved = Saved(model, [*tensors.values(), *tree_leaves(batch)], section)
 
             def call(*args: Any, **kwargs: Any) -> Any:
                 if dtype != torch.float32:
@@ -54,7 +54,7 @@ def measure_activations(
             with saved.watch():
                 outputs = objective.call(call, batch)
                 objective.find(outputs, batch)
-            saved.add(leaf for leaf in _leaves(outputs) if isinstance(leaf, Tensor))
+            saved.add(leaf for leaf in find_leaves(outputs) if isinstance(leaf, Tensor))
     except Exception as error:
         told = str(error).strip().splitlines()
         return Activations(reason=f"{type(error).__name__}: {told[0] if told else ''}")
@@ -71,13 +71,13 @@ def _make_fakes(model: nn.Module, dtype: torch.dtype) -> Iterator[tuple[str, Ten
         yield name, torch.empty(buffer.shape, dtype=buffer.dtype)
 
 
-def _leaves(outputs: Any) -> list[Any]:
+def find_leaves(outputs: Any) -> list[Any]:
     """The leaves of a model's outputs. Those of transformers are dicts of a type that torch's pytree does not know."""
     return tree_leaves(dict(outputs) if isinstance(outputs, dict) else outputs)
 
 
 @dataclass
-class _Saved:
+class Saved:
     """The storages that autograd keeps, by address. Storages and not tensors, since views share memory.
 
     Checkpointed blocks have numbers from 1; 0 stands for the rest of the model. Addresses are recorded in the order of
@@ -187,7 +187,7 @@ class _Saved:
 class _Results(TorchDispatchMode):  # type: ignore[no-untyped-call]
     """Reports the outputs of costly operators."""
 
-    def __init__(self, saved: _Saved) -> None:
+    def __init__(self, saved: Saved) -> None:
         super().__init__()  # type: ignore[no-untyped-call]
         self._saved = saved
 

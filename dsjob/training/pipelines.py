@@ -60,7 +60,7 @@ class _Given(NamedTuple):
     kwargs: Mapping[str, Any]
 
 
-def _capture(objective: Objective, batch: Any) -> _Given:
+def capture(objective: Objective, batch: Any) -> _Given:
     """What the job calls its model with for a batch."""
     found: list[_Given] = []
     objective.call(lambda *args, **kwargs: found.append(_Given(args, kwargs)), batch)
@@ -79,7 +79,7 @@ def build_passes(
         return None
     ((_, model),) = models.items()
     try:
-        stage = _divide(model, spec, world, trust, read_batch)
+        stage = cut_stage(model, spec, world, trust, read_batch)
     except DsjobError as error:
         error.put_at(("pipeline", "partition") if isinstance(error, UsageError) else _PLACE)
         raise
@@ -108,7 +108,13 @@ def make_schedule(section: Section, trust: Trust) -> MakeSchedule:
     return make
 
 
-def _divide(model: nn.Module, spec: JobSpec, world: World, trust: Trust, read_batch: ReadBatch) -> Stage:
+def is_sequence(model: nn.Module) -> bool:
+    """Whether a model calls layers one after another, so that it need not be traced."""
+    return type(model).forward in (nn.Sequential.forward, Layers.forward)
+
+
+def cut_stage(model: nn.Module, spec: JobSpec, world: World, trust: Trust, read_batch: ReadBatch) -> Stage:
+    """Leaves of a model, in place, only the layers of this rank's stage. See `build_passes`."""
     if isinstance(model, PipelineModule):
         raise ContractError(
             "the model is a PipelineModule, which divides the ranks itself",
@@ -118,7 +124,7 @@ def _divide(model: nn.Module, spec: JobSpec, world: World, trust: Trust, read_ba
     for block in find_blocks(model):
         mark_block(block)  # where a stage has a single block, it would no longer look like one
     given = _read_inputs(model, spec, trust, read_batch)
-    if type(model).forward in (nn.Sequential.forward, Layers.forward):
+    if is_sequence(model):
         assert isinstance(model, (nn.Sequential, Layers))
         layers = list_layers(model)
         seconds = None
@@ -161,7 +167,7 @@ def _read_inputs(model: nn.Module, spec: JobSpec, trust: Trust, read_batch: Read
     def read() -> _Given:
         with torch.random.fork_rng([]):
             objective = build_objective(spec, model, torch.device("cpu"), trust)
-            return _capture(objective, read_batch())
+            return capture(objective, read_batch())
 
     return read
 
@@ -231,7 +237,7 @@ class PipelinedStep:
                 found.setdefault(name, []).append(each.detach())
             return loss
 
-        micro_batches = [MicroBatch(*_capture(objective, pair[0]), target=pair) for pair in pairs]
+        micro_batches = [MicroBatch(*capture(objective, pair[0]), target=pair) for pair in pairs]
         loss = engine.run_step(micro_batches, compute, lambda: self._settle(engine, last))
         named = {name: torch.stack(values).mean() for name, values in found.items()} if engine.world.reports else {}
         rest = [name for name in objective.name([None] * max(1, len(objective.losses))) if name != "loss"]

@@ -270,3 +270,23 @@ def test_a_pretrained_model_that_is_not_there_is_not_fetched(
     assert code == 2
     assert "nobody/nothing is neither a folder nor in this machine's cache" in err
     assert f"hf download nobody/nothing config.json --revision {'0' * 40}, or pass --params 7B" in err
+
+
+def test_a_mesh_is_planned_by_stage_and_by_axis(plan: Any, data: Any) -> None:
+    code, out, err = plan("+recipe=mesh_gpt")
+    assert (code, err) == (0, "")
+    whole = "2 data-parallel ranks x 2 pipe x 2 tensor", "of stage 0, which needs most", "\n stage 1 "
+    whole += "data all-reduce", "pipe send", "tensor all-reduce", "of tied gradients"
+    assert [part for part in whole if part not in out] == []
+    found = data("+recipe=mesh_gpt", "pipeline.schedule=gpipe", "zero_optimization.stage=1")
+    assert [stage["held"] for stage in found["stages"]] == [4, 4]
+    assert {transfer["axis"] for transfer in found["communication"]} == {"pipe", "data", "tensor"}
+    assert found["memory"]["peak"] == max(stage["peak"] for stage in found["stages"])
+
+
+def test_parts_of_a_number_of_parameters_are_assumed_to_be_even(data: Any) -> None:
+    sizes = ["pipeline.stages=4", "tensor_parallel.size=2", "trainer.grad_accum=4"]
+    found = data("--params", "8B", "--world-size", "16", *sizes)
+    assert [stage["parameters"] for stage in found["stages"]] == [10**9] * 4
+    assert found["model"]["parameters"] == 8 * 10**9
+    assert "the model is assumed to divide evenly into 8 parts" in found["notes"]

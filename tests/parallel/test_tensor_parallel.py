@@ -2,11 +2,14 @@
 
 from __future__ import annotations
 
+import gc
+import weakref
 from collections.abc import Mapping
 from typing import Any, ClassVar
 
 import pytest
 import torch
+import torch.distributed as dist
 from divided import MODELS, build_gpt, build_gpt2, build_llama, make_batch, train_alone
 from ranks import run_ranks
 from torch import Tensor, nn
@@ -14,9 +17,11 @@ from torch import Tensor, nn
 import dsjob
 from dsjob.engine.engine import Engine
 from dsjob.errors import UsageError
+from dsjob.parallel.tensor import regions
 from dsjob.parallel.tensor.plans import find_plan, match, read_plan
 from dsjob.ranks.mesh import Ranks, World
 from dsjob.ranks.splits import Split
+from dsjob.torch_private import imagining_ranks
 
 pytestmark = pytest.mark.slow
 
@@ -306,3 +311,15 @@ def test_boxes_of_all_ranks_cover_a_parameter_once(length: int, ranks: int, sect
                     assert torch.equal(box, whole[there[0] : there[0] + sizes[0]])
                     seen[there[0] : there[0] + sizes[0]] += 1
         assert bool((seen == 1).all())
+
+
+def test_inputs_of_divided_layers_are_freed() -> None:
+    layer, freed = nn.Linear(4, 4), []
+    with imagining_ranks(2):
+        ranks = Ranks(0, 2, dist.group.WORLD)
+        x = layer(torch.ones(3, 4))
+        weakref.finalize(x, freed.append, True)
+        (layer(regions.enter(x, ranks)) + layer(regions.enter(x, ranks))).sum().backward()
+        del x
+        gc.collect()
+    assert freed

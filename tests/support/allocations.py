@@ -67,8 +67,8 @@ def count_live() -> int:
 
 
 def count_bytes(tensors: Iterable[Tensor]) -> int:
-    """Bytes of the storages under some tensors, each once."""
-    return sum(dict(_storage(tensor) for tensor in tensors).values())
+    """Bytes of the storages under some tensors, each once. Tensors on the meta device have none."""
+    return sum(dict(_storage(tensor) for tensor in tensors if not tensor.is_meta).values())
 
 
 def count_settled() -> int:

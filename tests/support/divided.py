@@ -8,6 +8,7 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
+from torch.utils.data import Dataset
 
 from dsjob.recipes import gpt
 
@@ -85,3 +86,16 @@ def train_alone(name: str, steps: int, rows: int, clip: float = 1.0) -> dict[str
         optimizer.zero_grad()
         losses.append(float(loss.detach()))
     return {"losses": losses, "norms": norms, "weights": {n: p.detach() for n, p in model.named_parameters()}}
+
+
+class Sequences(Dataset[dict[str, Tensor]]):
+    """Samples for the recipe's model: inputs and targets, int64 [LENGTH]."""
+
+    def __init__(self, length: int = 64) -> None:
+        self._batch = make_batch(0, length, ours=True)
+
+    def __len__(self) -> int:
+        return len(self._batch["inputs"])
+
+    def __getitem__(self, index: int) -> dict[str, Tensor]:
+        return {name: values[index] for name, values in self._batch.items()}

@@ -88,7 +88,8 @@ class _Enter(torch.autograd.Function):
     @staticmethod
     def forward(ctx: Any, x: Tensor, ranks: Ranks) -> Tensor:
         ctx.ranks = ranks
-        return x.view_as(x)
+        # Not a view: `x` keeps what is returned, and a view would keep `x`, so that neither was ever freed.
+        return x.detach()
 
     @staticmethod
     def backward(ctx: Any, gradient: Tensor) -> tuple[Tensor, None]:

@@ -13,6 +13,8 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
+from dsjob.torch_private import FakeTensor
+
 _DROPOUTS = (nn.Dropout, nn.Dropout1d, nn.Dropout2d, nn.Dropout3d, nn.AlphaDropout, nn.FeatureAlphaDropout)
 _FAR = 0x9E3779B97F4A7C15  # an odd number: the seeds of neighbouring ranks differ in many bits
 
@@ -51,7 +53,10 @@ class Streams:
             seed = hash((generator.initial_seed(), offset))
             generator.set_offset(offset + 4)
         else:
-            seed = int(torch.empty((), dtype=torch.int64).random_(generator=generator))
+            drawn = torch.empty((), dtype=torch.int64).random_(generator=generator)
+            if isinstance(drawn, FakeTensor):  # a plan: nothing has values
+                return
+            seed = int(drawn)
         self._inside, self._outside = owner, generator.get_state()
         generator.manual_seed((seed + (self._rank + 1) * _FAR) % (1 << 63))
 
