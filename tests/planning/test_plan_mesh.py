@@ -175,7 +175,6 @@ def test_a_plan_of_a_mesh_is_what_every_rank_holds_and_sends(name: str, tmp_path
     for transfer in plan.communication:
         sent[transfer.axis] += transfer.sent
     own = [rank for rank in found if rank["stage"] == plan.stage]
-    # Data-parallel messages of DDP and FSDP2 do not go through torch.distributed: see test_communication.
-    for axis in AXES if planned.layout.replicated and "pipeline" in sections else AXES[1:]:
+    for axis in AXES:
         measured = max(rank[axis] for rank in (found if axis == "pipe" else own))
         assert sent[axis] == pytest.approx(measured, rel=0.02), axis
