@@ -45,7 +45,7 @@ def tell_others(message: str) -> None:
         if dist.is_initialized():
             store, key = get_store(), _name(message)
             store.set(key, "")
-            while store.add(f"{key}/asked", 0) < size - 1 and time.monotonic() < end:
+            while store.add(f"{key}/heard", 0) < size - 1 and time.monotonic() < end:
                 time.sleep(_PAUSE)
             return
         both = socket.has_dualstack_ipv6()
@@ -88,11 +88,11 @@ def _ask_agent(message: str) -> bool:
 def _ask_store(message: str, end: float) -> bool:
     """Asks rank 0 by the store of the process group."""
     store, key = get_store(), _name(message)
-    store.add(f"{key}/asked", 1)
     while not store.check([key]):
         if time.monotonic() > end:
             return False
         time.sleep(_PAUSE)
+    store.add(f"{key}/heard", 1)  # not before: rank 0, which has the store, ends when all have heard
     return True
 
 

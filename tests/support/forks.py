@@ -7,7 +7,9 @@ from __future__ import annotations
 
 import os
 import tempfile
+import threading
 from collections.abc import Mapping
+from functools import cache
 from multiprocessing import connection, forkserver, get_context, parent_process, set_start_method
 from multiprocessing.context import ForkServerContext
 
@@ -15,21 +17,27 @@ import pytest
 
 import dsjob
 
+_starting = threading.Lock()
 _SUPPORT = os.path.dirname(__file__)
 _HOME = os.path.dirname(os.path.dirname(dsjob.__file__))
 
 
 def get_forks() -> ForkServerContext:
     """multiprocessing, with processes that are such forks."""
-    context = get_context("forkserver")
-    context.set_forkserver_preload(["warmed"])
+    with _starting:
+        _start_server()
+    return get_context("forkserver")
+
+
+@cache  # once: a thread that starts a program copies the environment, which is another one meanwhile
+def _start_server() -> None:
+    get_context("forkserver").set_forkserver_preload(["warmed"])
     # The server imports the same dsjob as this process: in a worktree, that is not the installed one.
     with pytest.MonkeyPatch.context() as patch:
         patch.setenv("PYTHONSAFEPATH", "1")
         patch.setenv("PYTHONPATH", os.pathsep.join((_SUPPORT, _HOME)))
         patch.setenv("HF_HUB_OFFLINE", "1")  # transformers reads it when it is imported
         forkserver.ensure_running()
-    return context
 
 
 def begin_anew(environment: Mapping[str, str]) -> None:
