@@ -34,7 +34,7 @@ from dsjob.contract.schema import Schema
 ENTRY = {"file", "line", "column", "severity", "rule", "path", "message", "hint"}
 SHAPE = {"unknown-key", "type", "enum", "range", "length", "pattern", "required", "type-and-target", "syntax", "number"}
 QUIET = settings(derandomize=True, deadline=None, database=None, suppress_health_check=list(HealthCheck))
-FEW, MANY = settings(QUIET, max_examples=50), settings(QUIET, max_examples=3000)
+FEW, MANY = settings(QUIET, max_examples=30), settings(QUIET, max_examples=3000)
 OPTIMIZERS = ("Adam", "AdamW", "SGD", "Adagrad", "NAdam", "Lamb")
 SCHEDULES = ("WarmupLR", "WarmupDecayLR", "WarmupCosineLR", "OneCycle", "LRRangeTest", "StepLR")
 

@@ -267,6 +267,7 @@ def test_a_small_manifest_builds_no_giant(
 
 
 @pytest.mark.parametrize(("seconds", "memory", "told"), [(1, 64 << 30, "1 s of CPU time"), (60, 1 << 28, "256 MiB")])
+@pytest.mark.full("60-268435456-256 MiB")
 def test_what_no_count_of_modules_bounds(
     seconds: int,
     memory: int,

@@ -80,6 +80,7 @@ def test_the_folder_that_the_job_names(tmp_path: Path, caplog: pytest.LogCapture
     assert again("two one three")["input_ids"] == [2, 1, 0]
 
 
+@pytest.mark.full
 def test_that_of_a_job_that_was_trained(tmp_path: Path) -> None:
     transformers.ByT5Tokenizer().save_pretrained(str(tmp_path / "tok"))
     recipe = {"_target_": "dsjob.recipes.t5.build_dataset", "tokenizer": str(tmp_path / "tok"), "max_samples": 8}

@@ -665,6 +665,7 @@ BIG: dict[tuple[str, str], Callable[[int], str]] = {  # by format and name: a te
 @pytest.mark.slow
 @pytest.mark.timeout(120)
 @pytest.mark.parametrize(("kind", "name"), BIG)
+@pytest.mark.full("json-a real one", "yaml-anchors", "yaml-a wide merge")
 def test_time_is_linear(kind: str, name: str) -> None:
     """16 times the text takes some 16 times as long, where it would be 256 times if time grew with the square."""
     small, large = (read_or_refuse(BIG[kind, name](size), f"x.{kind}") for size in (30_000, 480_000))

@@ -47,6 +47,7 @@ def refuse(path: Path, document: dict[str, Any]) -> Problem:
 
 
 @pytest.mark.parametrize("name", ENDLESS)
+@pytest.mark.full("mappings", "lists in lists", "decoded", "many", "a large mapping", "a mapping as text")
 def test_what_grows_without_end_is_refused_on_the_way(
     name: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:

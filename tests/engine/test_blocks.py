@@ -277,6 +277,7 @@ def train_transformers(model: nn.Module, **config: Any) -> list[float]:
 
 @pytest.mark.slow
 @pytest.mark.parametrize("build", [build_gpt2, build_t5])
+@pytest.mark.full("build_t5")
 def test_models_of_transformers_train_as_before(build: Any) -> None:
     model = build()
     expected = train_transformers(copy.deepcopy(model))

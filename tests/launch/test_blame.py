@@ -125,7 +125,7 @@ def stalling(tmp_path_factory: pytest.TempPathFactory) -> Iterator[dict[tuple[in
         for rank, end, _ in STALLS:
             folder = tmp_path_factory.mktemp("stalling")
             jobs[rank, end] = (
-                running.enter_context(start(folder, rank, end, "launch.nproc=3", "launch.timeout=5")),
+                running.enter_context(start(folder, rank, end, "launch.nproc=3", "launch.timeout=3")),
                 folder,
             )
         yield jobs

@@ -113,6 +113,7 @@ def test_folders_of_runs_differ(tmp_path: Path) -> None:
     assert sorted(path.name for path in (tmp_path / "logs").iterdir()) == ["first", "second"]
 
 
+@pytest.mark.full
 def test_weights_and_biases_offline(tmp_path: Path) -> None:
     # Not killed: wandb itself writes what it has received some seconds later.
     section = {"enabled": True, "project": "mine"}
@@ -151,6 +152,7 @@ def test_mlflow_in_a_folder(tmp_path: Path) -> None:
     assert run.data.params["optimizer.params.lr"] == "0.01"
 
 
+@pytest.mark.full
 def test_comet_offline(tmp_path: Path) -> None:
     section = {"enabled": True, "online": False, "samples_log_interval": 16}
     make(tmp_path, {"comet": section})

@@ -17,7 +17,7 @@ def run(code: str, *flags: str) -> str:
     return done.stdout
 
 
-def test_modules_and_classes_are_dsjobs_own_whichever_way_they_are_imported() -> None:
+def test_modules_and_classes_are_dsjobs_own_and_libraries_find_them() -> None:
     run(
         "import deepspeed, dsjob.deepspeed\n"
         "from deepspeed.runtime.engine import DeepSpeedEngine\n"
@@ -27,6 +27,8 @@ def test_modules_and_classes_are_dsjobs_own_whichever_way_they_are_imported() ->
         "assert deepspeed is dsjob.deepspeed and schedules is own\n"
         "assert DeepSpeedEngine is dsjob.deepspeed.DeepSpeedEngine\n"
         "assert own.__spec__.name == own.__name__ == 'dsjob.deepspeed.runtime.lr_schedules', own.__spec__\n"
+        "from transformers.integrations import is_deepspeed_available\n"
+        "assert is_deepspeed_available()\n"
     )
 
 
@@ -41,10 +43,6 @@ def test_availability_checks_succeed_without_importing_torch() -> None:
     from dsjob.deepspeed import API_VERSION
 
     assert found.split() == [API_VERSION]
-
-
-def test_the_libraries_find_it() -> None:
-    run("from transformers.integrations import is_deepspeed_available\nassert is_deepspeed_available()\n")
 
 
 def test_a_missing_name_says_what_to_use_instead() -> None:

@@ -100,6 +100,7 @@ def load():
 """
 
 
+@pytest.mark.full
 def test_a_killed_rank_of_another_machine_is_noticed(tmp_path: Path) -> None:
     """Each rank has a cache of its own, as on two machines. Rank 1 is killed while it builds, and srun tells nobody."""
     jobs.make_job(tmp_path, data={"train": {"_target_": "prepares.load"}})

@@ -181,6 +181,7 @@ print(json.dumps([elements, found.whole, peak, time.monotonic() - start]))
 """
 
 
+@pytest.mark.full
 @pytest.mark.slow
 def test_a_model_of_65_billion_parameters_needs_neither_memory_nor_time() -> None:
     """313 MiB and 4 s were measured, torch's import included; the model alone would be 262 GB."""

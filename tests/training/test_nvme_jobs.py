@@ -94,7 +94,7 @@ def read(folder: Path) -> dict[str, Any]:
 
 
 @pytest.mark.parametrize(("world_size", "where"), [(2, "both"), (1, "parameters")])
-@pytest.mark.full("1-parameters")
+@pytest.mark.full("2-both")
 def test_tasks_and_resumed_runs_give_the_same_with_everything_on_a_disk(
     world_size: int, where: str, tmp_path: Path
 ) -> None:

@@ -125,10 +125,10 @@ Case = tuple[int, str, dict[str, Any]]  # ranks, kind of model, sections
 CASES: list[Case] = [
     (2, "layers", {"pipeline": {"stages": 2}}),
     (2, "listed", {"pipeline": {"stages": 2, "partition": "uniform"}}),
-    (2, "t5", {"pipeline": {"stages": 2, "schedule": "zero-bubble", "chunks": 2}}),
+    (2, "gpt2", {"pipeline": {"stages": 2}}),
 ]
 MORE: list[Case] = [
-    (2, "gpt2", {"pipeline": {"stages": 2}}),
+    (2, "t5", {"pipeline": {"stages": 2, "schedule": "zero-bubble", "chunks": 2}}),
     (2, "llama", {"pipeline": {"stages": 2, "schedule": "interleaved", "chunks": 2}}),
     (2, "t5", {"pipeline": {"stages": 2, "schedule": "gpipe"}}),
     (4, "t5", {"pipeline": {"stages": 4}}),
