@@ -12,6 +12,7 @@ from torch.distributed import GradBucket
 from torch.futures import Future
 from torch.nn.parallel import DistributedDataParallel
 
+from dsjob.compute.aliases import alias
 from dsjob.compute.autocast import marked_dtype
 from dsjob.compute.precision import Precision, cast_floats
 from dsjob.contract.spec import Zero
@@ -23,7 +24,7 @@ from dsjob.parallel.presharded import make_whole, require_shards
 from dsjob.parallel.statistics import keep_statistics_wide
 from dsjob.parallel.strategy import Disk, Strategy, align, mark_safe, widen
 from dsjob.ranks.mesh import World
-from dsjob.torch_private import keep_outputs, tree_flatten, tree_unflatten
+from dsjob.torch_private import keep_outputs
 
 _BUCKET = 32 << 20  # bytes of gradients that are reduced together, where DDP does not do it
 
@@ -225,29 +226,9 @@ class _How(NamedTuple):
         return summed.mul_(rest) if rest != 1 else summed
 
 
-class _Alias(torch.autograd.Function):
-    """Returns its inputs as tensors that autograd does not treat as views of another function's output, so that they
-    may be changed in place."""
-
-    @staticmethod
-    def forward(ctx: Any, *tensors: Tensor) -> tuple[Tensor, ...]:
-        ctx.set_materialize_grads(False)
-        return tuple(tensor.detach() for tensor in tensors)
-
-    @staticmethod
-    def backward(ctx: Any, *gradients: Tensor | None) -> tuple[Tensor | None, ...]:
-        return gradients
-
-
 def _give_out(outputs: Any) -> Any:
-    """Makes the outputs of a model under DDP safe to change in place, without copying them."""
-    leaves, form = tree_flatten(outputs)
-    places = [i for i, leaf in enumerate(leaves) if isinstance(leaf, Tensor) and leaf.grad_fn is not None]
-    if places:
-        given: tuple[Tensor, ...] = _Alias.apply(*(leaves[i] for i in places))  # type: ignore[no-untyped-call]
-        for place, tensor in zip(places, given, strict=True):
-            leaves[place] = tensor
-    return tree_unflatten(leaves, form)
+    """Makes the outputs of a model under DDP safe to change in place."""
+    return alias(outputs, lambda tensor: tensor.grad_fn is not None)
 
 
 def _reduce_in(how: _How, bucket: GradBucket) -> Future[Tensor]:

@@ -106,6 +106,22 @@ def test_alexnet_as_layers() -> None:
         optimizer.zero_grad()
 
 
+def begin_in_place(world: World) -> list[float]:
+    layers = [LayerSpec(nn.Linear, 8, 8), nn.ReLU(inplace=True), LayerSpec(nn.Linear, 8, 3)]
+    stages = world.everyone.size
+    engine = make_engine(world, stages, layers=layers, loss_fn=nn.CrossEntropyLoss(), partition_method="uniform")
+    assert stages == 1 or engine.module.parts == [0, 1, 3]
+    inputs, labels = torch.randn(32, 8, generator=torch.Generator().manual_seed(0)), torch.arange(32) % 3
+    data = list(zip(inputs.chunk(4), labels.chunk(4), strict=True))
+    return [float(engine.train_batch(iter(data))) for _ in range(4)]
+
+
+def test_the_first_layer_of_a_stage_may_change_its_input_in_place() -> None:
+    (alone,) = run_ranks(begin_in_place, 1)
+    assert run_ranks(begin_in_place, 2) == [pytest.approx(alone, rel=1e-6)] * 2
+    assert alone[-1] < alone[0]
+
+
 class AllForwardFirst(PipeSchedule):
     """A schedule of a program's own, written with blocking messages in mind."""
 

@@ -11,6 +11,7 @@ from typing import Any, NamedTuple, Protocol
 import torch
 from torch import Tensor
 
+from dsjob.compute.aliases import alias
 from dsjob.compute.later_weights import Later
 from dsjob.errors import UsageError
 from dsjob.parallel.pipeline.messages import Edge, Incoming, Mail, list_tensors
@@ -198,7 +199,9 @@ class _Passes:
             assert self._mail is not None
             slot.received, slot.message = self._mail.take(slot.message), None
         self._prepare(instruction, backward=False)
-        inputs = Inputs(args, kwargs, slot.received, slot.micro)
+        # The gradients of what was received are sent back; the first layer may change it in place.
+        received = alias(slot.received, lambda tensor: tensor.requires_grad)
+        inputs = Inputs(args, kwargs, received, slot.micro)
         with slot.later.deferring() if self._work.splits else nullcontext():
             outputs = self._work.compute(instruction.chunk, inputs)
         if instruction.chunk * self._pipe.size + self._pipe.rank != self._last:
