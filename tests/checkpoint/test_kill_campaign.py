@@ -1,7 +1,8 @@
 """kill -9 at random moments of training, saving, retention and resuming, again and again, until the run is through.
 
 Nothing that the run has said to be saved may be lost, what it goes on from has to be what was saved, and it ends as the
-run that nobody killed, bit for bit. A table of what happened is printed at the end.
+run that nobody killed, bit for bit. A run that goes on with other pipeline stages and ranks ends with the same numbers
+as one process, but for rounding. A table of what happened is printed at the end.
 """
 
 from __future__ import annotations
@@ -20,27 +21,47 @@ from typing import Any
 
 import killed_model
 import pytest
+import torch
 from killed import Killable, wait_until
 
 from dsjob import storage
+from dsjob.checkpoint.live.weights import read_weights
 from dsjob.checkpoint.offline.verify import verify
 
 STEPS = 24
 STAGES = {(1, False): 0, (1, True): 0, (2, False): 0, (2, True): 2, (4, False): 3, (4, True): 3}
+PARTS: dict[str, dict[str, Any]] = {  # layouts but for the data-parallel one, with other sections of the document
+    "stages": {"pipeline": {"stages": 2}},  # x data on four ranks
+    "mesh": {"pipeline": {"stages": 2}, "tensor_parallel": {"size": 2}},
+    "changing": {"pipeline": {"stages": 2}, "tensor_parallel": {"size": 1}},
+}
+CHANGES = [(1, 1, 1), (2, 2, 1), (3, 3, 1), (4, 2, 1), (4, 4, 1), (4, 2, 2)]  # ranks, stages, tensor-parallel ranks
 KILLS = 5  # of one test in the full campaign
 SEEDS = range(5)
 
 
 @dataclass(frozen=True)
 class Cell:
-    """Which jobs are killed: their ranks, their store, and whether they save in the background."""
+    """Which jobs are killed: their ranks, their store, whether they save in the background, and their layout."""
 
     world: int
     store: str
     behind: bool
+    parts: str = "data"
 
     def __str__(self) -> str:
-        return f"{self.world}-{self.store}-{'async' if self.behind else 'sync'}"
+        own = "" if self.parts == "data" else f"-{self.parts}"
+        return f"{self.world}-{self.store}-{'async' if self.behind else 'sync'}{own}"
+
+    @property
+    def stage(self) -> int:
+        """The ZeRO stage."""
+        return STAGES[self.world, self.behind] if self.parts == "data" else int(self.behind)
+
+    @property
+    def changes(self) -> bool:
+        """Whether each start has another layout."""
+        return self.parts == "changing"
 
 
 @dataclass
@@ -60,7 +81,13 @@ class Kill:
     seconds: float  # until all processes were gone
 
 
-CELLS = [Cell(*of) for of in itertools.product((1, 2, 4), ("file", "s3"), (False, True))]
+CELLS = [
+    *(Cell(*of) for of in itertools.product((1, 2, 4), ("file", "s3"), (False, True))),
+    Cell(2, "file", False, "stages"),
+    Cell(4, "file", True, "stages"),
+    Cell(4, "file", False, "mesh"),
+    Cell(4, "file", False, "changing"),
+]
 
 
 @dataclass
@@ -71,12 +98,13 @@ class Tally:
     ended: Counter[str] = field(default_factory=Counter)  # jobs by whether they ended as the unbroken one
 
     def lines(self) -> Iterator[str]:
-        yield "kills  store  ranks  saves  of        acknowledged  lost  wrong  slowest end"
+        yield "kills  store  ranks  parts     saves  of        acknowledged  lost  wrong  slowest end"
         for (cell, kind), group in _group(self.kills, lambda kill: (kill.cell, kill.kind)):
             saves = "async" if cell.behind else "sync"
+            places = f"{cell.store:5}  {cell.world:5}  {cell.parts:8}  {saves:5}  {kind:8}"
             yield (
-                f"{len(group):5}  {cell.store:5}  {cell.world:5}  {saves:5}  {kind:8}  {_sum(group, 'acknowledged'):12}"
-                f"  {_sum(group, 'lost'):4}  {_sum(group, 'wrong'):5}  {max(kill.seconds for kill in group):8.1f} s"
+                f"{len(group):5}  {places}  {_sum(group, 'acknowledged'):12}  {_sum(group, 'lost'):4}"
+                f"  {_sum(group, 'wrong'):5}  {max(kill.seconds for kill in group):8.1f} s"
             )
         for place, group in _group(self.kills, lambda kill: kill.place):
             yield f"{len(group):5}  {place}"
@@ -113,31 +141,45 @@ class Whole:
 
     saved: dict[int, tuple[dict[str, list[str]], dict[str, Any]]]  # digests and state after each step
     losses: dict[int, float]
+    root: str  # of its checkpoints
 
 
 @pytest.fixture(scope="module")
 def wholes(tmp_path_factory: pytest.TempPathFactory) -> Callable[[Cell], Whole]:
-    found: dict[tuple[int, int], Whole] = {}
+    found: dict[tuple[int, int, str], Whole] = {}
 
     def give(cell: Cell) -> Whole:
-        key = (cell.world, STAGES[cell.world, cell.behind])
+        key = (cell.world, cell.stage, cell.parts)
         if key not in found:
             folder = tmp_path_factory.mktemp("whole")
             make_job(folder, cell)
-            with Killable("cfg.json", "checkpoint.every=1", "checkpoint.keep=0", cwd=folder) as job:
+            alone = lay_out(CHANGES[0]) if cell.changes else []
+            with Killable("cfg.json", "checkpoint.every=1", "checkpoint.keep=0", *alone, cwd=folder) as job:
                 assert job.wait() == 0, job.errors
             root = str(folder / "run" / "checkpoints")
             saved = {step: read_saved(root, step) for step in range(1, STEPS + 1)}
-            found[key] = Whole(saved, dict(read_losses(folder)))
+            found[key] = Whole(saved, dict(read_losses(folder)), root)
         return found[key]
 
     return give
 
 
 def make_job(folder: Path, cell: Cell) -> None:
-    document = killed_model.describe(cell.world, STAGES[cell.world, cell.behind], STEPS)
+    document = killed_model.describe(cell.world, cell.stage, STEPS)
+    if cell.parts != "data":
+        document |= {"model": {"_target_": "killed_model.Deep"}, **PARTS[cell.parts]}
+    if cell.changes:  # random numbers depend on the layout
+        document["model"]["drop"], document["data"]["train"]["noise"] = 0.0, 0.0
+        document["optimizer"]["params"]["eps"] = 1e-3
+        del document["callbacks"]
     (folder / "cfg.json").write_text(json.dumps(document))
     shutil.copy(str(killed_model.__file__), folder)
+
+
+def lay_out(layout: tuple[int, int, int]) -> list[str]:
+    """Puts a job on other ranks, stages and tensor-parallel ranks."""
+    names = ("launch.nproc", "pipeline.stages", "tensor_parallel.size")
+    return [f"{name}={size}" for name, size in zip(names, layout, strict=True)]
 
 
 def read_saved(root: str, step: int) -> tuple[dict[str, list[str]], dict[str, Any]]:
@@ -190,6 +232,7 @@ class Campaign:
         self.chance = random.Random(f"{cell}-{seed}")
         self.kills: list[Kill] = []
         self.same: list[bool] = []  # of each job, whether it ended as the unbroken one
+        self._world = cell.world
         self._start_up = 1.0  # seconds from the start of a job to its first step, as it was the last time
 
     def run_job(self, folder: Path, root: str, most: int) -> None:
@@ -203,7 +246,11 @@ class Campaign:
         first = len(self.kills)
         while True:
             noted = len(read_losses(folder))
-            with Killable("cfg.json", *options, cwd=folder) as job:
+            placed = []
+            if self.cell.changes:
+                self._world, *_ = layout = self.chance.choice(CHANGES)
+                placed = lay_out(layout)
+            with Killable("cfg.json", *options, *placed, cwd=folder) as job:
                 kind = self._kill(job, folder) if len(self.kills) - first < most else ""
                 began = time.monotonic()
                 code, output, errors = job.wait(), job.output, job.errors
@@ -238,7 +285,7 @@ class Campaign:
             wait_until(lambda: job.ended or len(read_losses(folder)) >= wanted, 60, "the job stands still")
             time.sleep(self.chance.uniform(0, 0.03 if self.cell.store == "file" else 0.2))
         kind, ranks = self.chance.choice(("all", "rank", "launcher")), job.ranks
-        if self.cell.world == 1 or len(ranks) < self.cell.world:
+        if self._world == 1 or len(ranks) < self._world:
             kind = "all"
         targets = {"all": [job.pid, *ranks], "rank": ranks, "launcher": [job.pid]}[kind]
         self.chance.shuffle(targets)
@@ -255,18 +302,29 @@ class Campaign:
     def _count_wrong(self, root: str, steps: list[int]) -> int:
         """Checkpoints that are damaged, or hold anything but what the unbroken run had after that step."""
         damaged = {found.tag for found in verify(root, every=True) if found.damages} if steps else set()
-        return sum(f"step-{s:08d}" in damaged or read_saved(root, s) != self.whole.saved[s] for s in steps)
+        return sum(f"step-{s:08d}" in damaged or not self._is_saved(root, s) for s in steps)
+
+    def _is_saved(self, root: str, step: int) -> bool:
+        """Whether a checkpoint holds what the unbroken run had then."""
+        if not self.cell.changes:
+            return read_saved(root, step) == self.whole.saved[step]
+        found, expected = (read_weights(each, tag=f"step-{step:08d}") for each in (root, self.whole.root))
+        return found.keys() == expected.keys() and all(
+            torch.allclose(found[name], tensor, rtol=0, atol=1e-5) for name, tensor in expected.items()
+        )
 
     def _is_same(self, folder: Path, root: str) -> bool:
         """Whether weights, optimizer, schedule, generators, callbacks and all losses are those of the unbroken run."""
-        same = all(loss == self.whole.losses[step] for step, loss in read_losses(folder))
-        same = same and read_file(folder, "metrics.jsonl") == list(self.whole.losses.items())  # each step once
-        return same and list_steps(root)[-1] == STEPS and read_saved(root, STEPS) == self.whole.saved[STEPS]
+        most = 1e-5 if self.cell.changes else 0.0
+        losses = self.whole.losses
+        same = all(abs(loss - losses[step]) <= most * losses[step] for step, loss in read_losses(folder))
+        same = same and [step for step, _ in read_file(folder, "metrics.jsonl")] == list(losses)  # each step once
+        return same and list_steps(root)[-1] == STEPS and self._is_saved(root, STEPS)
 
 
-CUT = [Cell(1, "file", True), Cell(2, "file", False), Cell(1, "s3", False)]
+CUT = [(Cell(1, "file", True), 2), (Cell(2, "file", False), 2), (Cell(1, "s3", False), 2), (CELLS[-1], 1)]
 CASES = [
-    *(pytest.param(cell, 0, 2, id=f"{cell}") for cell in CUT),
+    *(pytest.param(cell, 0, kills, id=f"{cell}") for cell, kills in CUT),
     *(pytest.param(c, s, KILLS, marks=pytest.mark.full, id=f"{c}-seed-{s}") for s in SEEDS for c in CELLS),
 ]
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 import os
 import signal
 from collections.abc import Mapping
-from typing import Any
+from typing import Any, ClassVar
 
 import torch
 from torch import Tensor, nn
@@ -29,17 +29,41 @@ class Net(nn.Module):
         return ((self.out(self.drop(torch.relu(self.fc(x)))) - y) ** 2).mean()
 
 
+class Residual(nn.Module):
+    def __init__(self, drop: float) -> None:
+        super().__init__()
+        self.fc, self.out, self.drop = nn.Linear(8, 16), nn.Linear(16, 8), nn.Dropout(drop)
+
+    def forward(self, x: Tensor) -> Tensor:
+        return x + self.drop(self.out(torch.tanh(self.fc(x))))
+
+
+class Deep(nn.Module):
+    """Can be divided among pipeline stages and tensor-parallel ranks."""
+
+    tp_plan: ClassVar[dict[str, Any]] = {"blocks.*.fc": "colwise", "blocks.*.out": "rowwise"}
+
+    def __init__(self, drop: float = 0.2) -> None:
+        super().__init__()
+        self.blocks, self.head = nn.ModuleList(Residual(drop) for _ in range(4)), nn.Linear(8, 1)
+
+    def forward(self, x: Tensor, y: Tensor) -> Tensor:
+        for block in self.blocks:
+            x = block(x)
+        return ((self.head(x) - y) ** 2).mean()
+
+
 class Data(torch.utils.data.Dataset[Any]):
     """Samples with random transforms."""
 
-    def __init__(self, n: int = 50) -> None:
-        self.x = torch.randn(n, 8, generator=torch.Generator().manual_seed(0))
+    def __init__(self, n: int = 50, noise: float = 0.1) -> None:
+        self.x, self.noise = torch.randn(n, 8, generator=torch.Generator().manual_seed(0)), noise
 
     def __len__(self) -> int:
         return len(self.x)
 
     def __getitem__(self, index: int) -> tuple[Tensor, Tensor]:
-        x = self.x[index] + 0.1 * torch.randn(8)
+        x = self.x[index] + self.noise * torch.randn(8)
         return x, x.sum(0, keepdim=True)
 
 
