@@ -10,7 +10,7 @@ import inspect
 import os
 import sysconfig
 import warnings
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from types import FrameType
 from typing import Any
@@ -27,7 +27,7 @@ from dsjob.engine.configs import Origin
 from dsjob.errors import ConfigError, ConfigWarning, DocumentError, Problem, UsageError
 from dsjob.programs.alias import STAND_IN
 
-# Problems that no value which a library fills in later can mend.
+# Problems that no value which a library fills in later can mend. Libraries fill in "auto" for keys that they know.
 _LASTING = {"unknown-key", "type", "enum", "range", "length", "unsupported"}
 _OURS = os.path.join(os.path.dirname(os.path.dirname(os.path.abspath(__file__))), "")
 _LIBRARY = sysconfig.get_path("stdlib")
@@ -92,17 +92,32 @@ def read_file(source: str) -> Origin:
         document = documents.require_few(documents.parse(storage.read_text(source), source))
     except DocumentError as error:
         raise ConfigError(error.problems, error.warnings) from None
-    lenient = bool(os.environ.get(configs.LENIENT))
-    found = [problem for problem in check_config(document.value) if _lasts(problem, document.value, lenient)]
+    origin = Origin(document.value, document.locate)
+    _require_sound(origin, _lasts)
+    return origin
+
+
+def _require_sound(origin: Origin, counts: Callable[[Problem, bool], bool]) -> None:
+    """Raises ConfigError with the problems for which `counts` is true.
+
+    counts: of a problem, and of whether the value at its path is "auto".
+    """
+    written, lenient = origin.written, bool(os.environ.get(configs.LENIENT))
+    found = [each for each in check_config(written) if counts(each, get_at(written, each.path, None) == "auto")]
+    if lenient:
+        found = [each for each in found if each.rule != "unknown-key"]  # `initialize` warns
     if found:
-        raise ConfigError(place_problems(found, document.locate))
-    return Origin(document.value, document.locate)
+        raise ConfigError(place_problems(found, origin.locate))
 
 
-def _lasts(problem: Problem, config: dict[str, Any], lenient: bool) -> bool:
-    left_out = lenient and problem.rule == "unknown-key"  # `initialize` warns
-    lasting = problem.severity == "error" and problem.rule in _LASTING and not left_out
-    return lasting and get_at(config, problem.path, None) != "auto"
+def _lasts(problem: Problem, is_auto: bool) -> bool:
+    filled = is_auto and problem.rule != "unknown-key"
+    return problem.severity == "error" and problem.rule in _LASTING and not filled
+
+
+def _stays_auto(problem: Problem, is_auto: bool) -> bool:
+    """Whether accelerate would end with an error of its own, because it has no value for the key."""
+    return is_auto and problem.rule == "unknown-key"
 
 
 def describe_warnings(problems: Sequence[Problem], origin: Origin) -> list[str]:
@@ -170,7 +185,10 @@ def install() -> None:
             )
         origin = read_file(named) if is_file else None
         make(self, given)
-        _known[self] = Told(origin or _originate(given if isinstance(given, Mapping) else self.config, line), line)
+        if origin is None:
+            origin = _originate(given if isinstance(given, Mapping) else self.config, line)
+            _require_sound(origin, _stays_auto)
+        _known[self] = Told(origin, line)
 
     def set_precision_and_tell(self: Any, mixed_precision: str) -> None:
         try:

@@ -117,6 +117,19 @@ def test_a_file_that_accelerate_reads_is_checked_at_once(tmp_path: Path) -> None
     assert "train.py:6: error[unknown-key]: stepz: unknown key; " in done.stderr
 
 
+@pytest.mark.parametrize("given", ["file", "dict"])
+def test_a_misspelt_key_with_the_value_auto_is_told_before_accelerate_looks_for_its_value(
+    tmp_path: Path, given: str
+) -> None:
+    pytest.importorskip("accelerate")
+    wrong = {**FILE, "zero_optimization": {"stage": 2, "reduce_buket_size": "auto"}}
+    config, place = ("'ds.json'", "ds.json:6:3") if given == "file" else (str(wrong), "train.py:6")
+    done = execute(tmp_path, ACCELERATE.replace("PLUGIN", f"hf_ds_config={config}"), config=wrong)
+    assert done.returncode == 2
+    unknown = "error[unknown-key]: zero_optimization.reduce_buket_size: unknown key"
+    assert done.stderr.splitlines()[1:] == [f'{place}: {unknown}; did you mean "reduce_bucket_size"?']
+
+
 def test_a_precision_that_contradicts_the_file_is_told_with_its_place(tmp_path: Path) -> None:
     pytest.importorskip("accelerate")
     program = ACCELERATE.replace("PLUGIN)", "hf_ds_config='ds.json'), mixed_precision='bf16'")
