@@ -8,11 +8,13 @@ Ranks that torchrun or srun launched use the environment variables that these se
 
 from __future__ import annotations
 
+import atexit
 import gc
 import os
 from collections.abc import Callable
 from dataclasses import dataclass
 from datetime import timedelta
+from functools import cache
 from typing import Any
 
 import torch
@@ -136,6 +138,7 @@ class World:
         if not dist.is_initialized():
             backend = _choose_backend("auto", self.device)
             dist.init_process_group(backend, store=HashStore(), rank=self.data_rank, world_size=self.data_size)
+            end_gloo_at_exit()
 
 
 # Each mesh is built only once, because building it creates process groups. Either the parts of a key are equal on all
@@ -173,6 +176,7 @@ def join_world(
             keep_freed_memory()
     if world_size > 1 and not dist.is_initialized():
         _join_group(rank, world_size, _choose_backend(backend, chosen), timeout, chosen, initialize)
+    end_gloo_at_exit()
     return World(data_rank=rank, local_rank=local_rank, data_size=world_size, device=chosen, timeout=timeout)
 
 
@@ -194,6 +198,27 @@ def leave_world() -> None:
     _meshes.clear()
     if dist.is_initialized():
         dist.destroy_process_group()
+
+
+@cache  # once
+def end_gloo_at_exit() -> None:
+    """Leaves groups of gloo when this process exits, in case the program does not.
+
+    gloo's threads free the tensors of the last collectives. If they do so after the interpreter has begun to shut
+    down, Python ends them in the midst of C++, which aborts the process.
+    """
+    atexit.register(_end_gloo)
+
+
+def _end_gloo() -> None:
+    if not dist.is_initialized():
+        return
+    if dist.get_backend() == "gloo":
+        leave_world()
+        return
+    for group in list_process_groups():
+        if dist.get_backend(group) == "gloo":
+            dist.destroy_process_group(group)
 
 
 def abandon_world() -> None:

@@ -11,7 +11,7 @@ import torch.distributed as dist
 from torch.distributed import HashStore
 
 from dsjob.errors import LaunchError
-from dsjob.ranks.mesh import join_world
+from dsjob.ranks.mesh import end_gloo_at_exit, join_world
 
 # The environment variables of MPI launchers: rank, size, local rank, local size.
 _MPI = (
@@ -42,6 +42,7 @@ def init_distributed(
     """
     if dist.is_initialized() or dist_init_required is False:
         return
+    end_gloo_at_exit()
     timeout = timeout or timedelta(minutes=float(os.environ.get("DEEPSPEED_TIMEOUT", "30")))
     backend = dist_backend or ("nccl" if torch.cuda.is_available() else "gloo")
     if init_method is not None:

@@ -1,9 +1,15 @@
 """Which device a rank takes, and what Slurm says of the ranks on a machine."""
 
+import subprocess
+import sys
+from pathlib import Path
+
 import pytest
 import torch
+from programs import clean_env
 
 from dsjob.errors import LaunchError
+from dsjob.home import find_again
 from dsjob.launch.launcher import read_world_size
 from dsjob.ranks import mesh
 
@@ -119,3 +125,20 @@ def test_slurm_says_how_many_ranks_share_a_machine(
         monkeypatch.setenv(name, value)
     assert read_world_size() == 16
     assert mesh._read_int("LOCAL_WORLD_SIZE", 0) == expected
+
+
+LATE = """
+import time
+import torch
+import torch.distributed as dist
+from dsjob.ranks.mesh import join_world
+join_world(device="cpu").ensure_group()
+work = dist.all_reduce(torch.ones(2), async_op=True)
+work.get_future().then(lambda _: time.sleep(1))  # in gloo's thread
+"""
+
+
+def test_a_program_that_does_not_leave_its_group_ends_without_an_abort(tmp_path: Path) -> None:
+    command, environment = [sys.executable, "-c", LATE], {**clean_env(), **find_again()}
+    done = subprocess.run(command, cwd=tmp_path, env=environment, capture_output=True, text=True, check=False)
+    assert (done.returncode, done.stderr) == (0, "")
