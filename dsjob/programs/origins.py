@@ -102,7 +102,7 @@ def _require_sound(origin: Origin, counts: Callable[[Problem, bool], bool]) -> N
 
     counts: of a problem, and of whether the value at its path is "auto".
     """
-    written, lenient = origin.written, bool(os.environ.get(configs.LENIENT))
+    written, lenient = dict(origin.written), bool(os.environ.get(configs.LENIENT))
     found = [each for each in check_config(written) if counts(each, get_at(written, each.path, None) == "auto")]
     if lenient:
         found = [each for each in found if each.rule != "unknown-key"]  # `initialize` warns
