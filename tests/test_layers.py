@@ -96,7 +96,7 @@ HOMES: dict[str, set[str]] = {
     },
     "datasets": {"text.records"},
     "pyarrow": {"text.records"},
-    "accelerate": {"programs.origins"},
+    "accelerate": {"programs.origins", "programs.process_group"},
     "peft": {"checkpoint.pretrained.architecture"},
     "huggingface_hub": {"checkpoint.pretrained.tokenizer"},
 }

@@ -138,6 +138,7 @@ def begin(folder: str, run_dir: str) -> Guard:
         ("transformers.trainer", "trainer_stop"),
         ("transformers.integrations.deepspeed", "contradictions"),
         ("accelerate.utils.deepspeed", "origins"),
+        ("accelerate.accelerator", "process_group"),
     ):
         name = f"{__package__}.{installed}"
         if awaited in sys.modules:  # something at the start of the interpreter, such as a .pth file, has imported it

@@ -130,6 +130,25 @@ def test_a_misspelt_key_with_the_value_auto_is_told_before_accelerate_looks_for_
     assert done.stderr.splitlines()[1:] == [f'{place}: {unknown}; did you mean "reduce_bucket_size"?']
 
 
+@pytest.mark.parametrize(
+    ("argument", "expected"),
+    [
+        ("", "accelerate takes each of the 2 ranks for a program of its own"),
+        (", cpu=True", "with cpu=True, accelerate ignores the DeepSpeedPlugin"),
+    ],
+)
+def test_an_accelerator_that_does_not_join_the_ranks_is_told_the_backend_to_name(
+    tmp_path: Path, argument: str, expected: str
+) -> None:
+    pytest.importorskip("accelerate")
+    made = ACCELERATE.replace("PLUGIN)", f"zero_stage=2){argument}")
+    done = execute(tmp_path, made, "--num_gpus", "2")
+    assert done.returncode == 2
+    assert f"dsjob: error: train.py:6: {expected}" in done.stderr
+    assert 'InitProcessGroupKwargs(backend="gloo")' in done.stderr
+    assert "Traceback" not in done.stderr
+
+
 def test_a_precision_that_contradicts_the_file_is_told_with_its_place(tmp_path: Path) -> None:
     pytest.importorskip("accelerate")
     program = ACCELERATE.replace("PLUGIN)", "hf_ds_config='ds.json'), mixed_precision='bf16'")
