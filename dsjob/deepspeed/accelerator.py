@@ -83,6 +83,10 @@ class Accelerator:
         """Always False: dsjob has no Triton kernels."""
         return False
 
+    def random(self) -> Any:
+        """torch's module of random generators, such as for `fork_rng`."""
+        return torch.random
+
     def manual_seed(self, seed: int) -> None:
         """Seeds the random generators of this process."""
         torch.manual_seed(seed)

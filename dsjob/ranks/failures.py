@@ -36,6 +36,7 @@ from dsjob.ranks.stalls import (
     describe_places,
     describe_stall,
     find_stalled,
+    name_stage,
     parse_stack,
     show_stack,
 )
@@ -237,6 +238,13 @@ def blame(scene: Scene) -> DsjobError:
 
     The message does not name the rank if all ranks have failed alike, so that it is the one of a run on one rank.
     """
+    error = _find_first(scene)
+    if (message := name_stage(error.message, scene.beats)) != error.message:
+        error.message = message
+    return error
+
+
+def _find_first(scene: Scene) -> DsjobError:
     if (saved := find_saved_end(scene.failures)) is not None:
         return saved
     # After a requested stop: first the earliest failure with a cause of its own, else the rank that the others waited

@@ -33,6 +33,7 @@ class Beat:
     """The progress of a rank: its optimizer step, micro steps, collectives entered, and current activity.
 
     joint: the collectives of groups of all ranks. Only these have the same number at the same line of a program.
+    stage: the rank's stage in a pipeline; -1 without one.
     """
 
     step: int
@@ -41,6 +42,7 @@ class Beat:
     doing: str
     time: float = 0.0  # seconds since the epoch
     joint: int = 0
+    stage: int = -1
 
     @property
     def progress(self) -> tuple[int, int, int]:
@@ -82,8 +84,9 @@ def parse_stack(text: str) -> tuple[str, ...]:
 
 
 def is_waiting(frames: Sequence[str]) -> bool:
-    """Whether a stack ends in communication, or in a backward pass that may wait for communication."""
-    return any("/torch/distributed/" in f or "in _engine_run_backward" in f for f in frames[:6])
+    """Whether a stack ends in communication, or in a backward pass, which may wait for it: not in a hook of one."""
+    in_backward = bool(frames) and "in _engine_run_backward" in frames[0]
+    return in_backward or any("/torch/distributed/" in frame for frame in frames[:6])
 
 
 def find_stalled(
@@ -120,6 +123,15 @@ def describe_stall(
     at = f", at {find_place(frames)}" if frames else ", and does not respond"
     stalled = f"rank {first} has stalled {where}".rstrip()
     return f"{stalled}{more}{at}; the other ranks waited for it", show_stack(first, frames)
+
+
+def name_stage(message: str, beats: Mapping[int, Beat]) -> str:
+    """A message that begins with a rank, with the rank's stage if there is a pipeline."""
+    found = re.match(r"rank (\d+)\b", message)
+    beat = beats.get(int(found[1])) if found else None
+    if found is None or beat is None or beat.stage < 0:
+        return message
+    return f"{found[0]} (stage {beat.stage} of the pipeline){message[found.end() :]}"
 
 
 def describe_places(stacks: Mapping[int, Sequence[str]]) -> str:

@@ -33,6 +33,7 @@ from dsjob.ranks.stalls import (
     find_stalled,
     name_beat,
     name_stack,
+    name_stage,
     read_posted,
 )
 from dsjob.torch_private import count_collectives, list_process_groups
@@ -52,6 +53,7 @@ class Position:
     def begin(self) -> None:
         """Resets the progress when a run begins. (A sweep has several runs in one process.)"""
         self.step = self.micro_steps = 0
+        self.stage = -1  # in a pipeline
         self.doing = "starting"
         self.board: Board | None = None  # where this rank's watchdog posts, if it has one
         # Waits for a background save, at most so many seconds.
@@ -205,6 +207,7 @@ def explain_stall(board: StoreBoard) -> str:
         return ""
     stacks = {stalled[0]: board.ask_for_stack(stalled[0], 2 * patience.TO_NOTICE + 2 * board.period)}
     message, stack = describe_stall(stalled, beats, (), stacks)
+    message = name_stage(message, beats)
     return f"{message}\n{stack}" if stack else message
 
 
@@ -307,4 +310,4 @@ def read_beat() -> Beat:
                 continue
             entered += number
             joint += number if group.size() == dist.get_world_size() else 0
-    return Beat(position.step, position.micro_steps, entered, position.doing, time.time(), joint)
+    return Beat(position.step, position.micro_steps, entered, position.doing, time.time(), joint, position.stage)

@@ -224,11 +224,12 @@ def test_calls_of_a_pipeline_engine() -> None:
 
 def fail(world: World, how: str) -> tuple[str, str, float]:
     """How each of three stages learns that something is wrong on one of them."""
-    micro = {"unequal": 4 if world.everyone.rank == 0 else 3}.get(how, 4)
+    rank = world.everyone.rank
+    micro = {"unequal": 4 if rank == 0 else 3, "more": 4 if rank == 2 else 3}.get(how, 4)
     config = {"train_batch_size": micro * 4}
     engine = make_engine(world, 3, micro=micro, config=config)
     batches: Iterator[Any] = deal(engine.world, micro, 1, rows=micro * 4)
-    if how == "data" and world.everyone.rank == 0:
+    if (how, rank) in {("data", 0), ("labels", 2), ("evaluated", 0)}:
         batches = iter(list(batches)[:2])
     if how == "layer" and engine.stage_id == 1:
         engine.module.get_submodule("2").forward = lambda given: given[0].no_such_thing
@@ -236,19 +237,23 @@ def fail(world: World, how: str) -> tuple[str, str, float]:
         engine.module.loss_fn = lambda outputs, labels: outputs[:, :2]
     started = time.monotonic()
     try:
-        engine.train_batch(batches)
+        engine.eval_batch(batches) if how == "evaluated" else engine.train_batch(batches)
     except Exception as error:
         return type(error).__name__, str(error), time.monotonic() - started
     return "", "", 0.0
 
 
-@pytest.mark.parametrize("how", ["data", "layer", "loss", "unequal"])
+@pytest.mark.parametrize("how", ["data", "labels", "evaluated", "layer", "loss", "unequal", "more"])
+@pytest.mark.full("data", "evaluated", "more")
 def test_a_stage_that_fails_is_named_on_all_stages(how: str) -> None:
     found = run_ranks(fail, 3, how)
     guilty, kind, told = {
         "data": (0, "EndOfDataError", "the data ended after 2 of 4 micro batches"),
+        "labels": (2, "EndOfDataError", "the data ended after 2 of 4 micro batches"),
+        "evaluated": (0, "EndOfDataError", "the data ended after 2 of 4 micro batches"),
         "layer": (1, "AttributeError", "no_such_thing"),
         "loss": (2, "UsageError", "the loss must be a scalar tensor"),
+        "more": (2, "UsageError", "stage 1 sent micro batch 1 of 3, but stage 2 expects 1 of 4"),
         "unequal": (1, "UsageError", "stage 0 sent micro batch 1 of 4, but stage 1 expects 1 of 3"),
     }[how]
     assert issubclass(EndOfDataError, StopIteration)

@@ -8,6 +8,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
+from dsjob.deepspeed.runtime.utils import partition_balanced, partition_uniform
 from dsjob.errors import UsageError
 from dsjob.pipelines.partition import balance, partition
 
@@ -52,3 +53,9 @@ def test_mistakes() -> None:
         assert told.replace("\\", "") in f"{found.value.message}; {found.value.hint}"
     with pytest.raises(UsageError, match="6 layers cannot be divided among 7 stages"):
         partition("uniform", 7, names=NAMES, parameters=SIZES)
+
+
+def test_deepspeeds_functions() -> None:
+    assert partition_balanced([1, 1, 1, 1, 0, 1], 4) == [0, 1, 2, 4, 6]
+    assert partition_balanced([1, 2, 1], 4) == [0, 1, 2, 3, 3]
+    assert (partition_uniform(7, 3), partition_uniform(2, 4)) == ([0, 3, 5, 7], [0, 1, 2, 2, 2])

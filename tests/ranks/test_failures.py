@@ -118,6 +118,15 @@ def test_the_first_own_failure_is_blamed(scene: Scene, said: str) -> None:
     assert str(blame(scene)).startswith(said)
 
 
+def test_a_rank_is_named_with_its_stage_of_a_pipeline() -> None:
+    beats = {rank: Beat(3, 6, 9 - rank, "training", stage=rank // 2) for rank in range(4)}
+    killed = blame(set_scene(size=4, ends=[End(2, -9, 6, False)], beats=beats))
+    assert str(killed).startswith("rank 2 (stage 1 of the pipeline) was killed by SIGKILL")
+    stuck = blame(set_scene(size=4, beats=beats, stuck=True))
+    assert str(stuck).startswith("rank 3 (stage 1 of the pipeline) has stalled in step 4 (training)")
+    assert str(blame(set_scene(failures=[fail(1, 5)], beats=beats))).startswith("rank 1 (stage 0 of the pipeline): Val")
+
+
 @pytest.mark.parametrize("output", ["", "epoch 3\n"])
 def test_the_logs_are_named_where_they_have_output(output: str) -> None:
     hint = blame(set_scene(ends=[End(1, -9, 6, False, output=output)])).hint

@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+import os
+import signal
+import time
 from collections.abc import Iterator
 from typing import Any
 
@@ -119,3 +122,39 @@ class Recurrent(nn.Module):
 
     def forward(self, x: Tensor) -> Tensor:
         return self.cell(x)
+
+
+class Trouble(nn.Module):
+    """A layer that ends or stops its rank in a backward or forward pass."""
+
+    def __init__(self, how: str, call: int = 6, *, backward: bool = False) -> None:
+        super().__init__()
+        self.how, self.call, self.backward, self.calls = how, call, backward, 0
+
+    def forward(self, x: Tensor) -> Tensor:
+        if not torch.is_grad_enabled() or x.device.type == "meta":
+            return x
+        if self.backward:
+            x = x * 1.0
+            x.register_hook(self.strike)
+        else:
+            self.strike(x)
+        return x
+
+    def strike(self, x: Tensor) -> Tensor:
+        self.calls += 1
+        if self.calls == self.call:
+            time.sleep(1)  # ranks post their progress, and with it their stage, every half second
+            if self.how == "die":
+                os.kill(os.getpid(), signal.SIGKILL)
+            if self.how == "exit":
+                os._exit(0)
+            time.sleep(600)
+        return x
+
+
+def build_troubled(place: int, **given: Any) -> nn.Sequential:
+    """Six layers, uniformly divided. place: of the one with Trouble."""
+    layers = list(build_layers())
+    layers[place] = nn.Sequential(layers[place], Trouble(**given))
+    return nn.Sequential(*layers)

@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import json
+import shutil
+import time
 from functools import cache
 from pathlib import Path
 from tempfile import TemporaryDirectory
@@ -12,6 +14,7 @@ import pipelined_models
 import pytest
 import torch
 from job_documents import find_problems, make_job, resolve
+from jobs import dsjob
 from ranks import run_ranks
 from safetensors.torch import load_file
 
@@ -225,3 +228,41 @@ def test_sizes_of_a_pipelined_job() -> None:
     (problem,) = find_problems(document, world_size=3)
     assert problem.message == "3 ranks do not divide into groups of 2"
     assert problem.dotted == "pipeline.stages"
+
+
+@pytest.mark.parametrize(
+    ("how", "place", "backward"),
+    [
+        ("die", 3, False),
+        *(
+            pytest.param(how, place, backward, marks=pytest.mark.full)
+            for how in ("die", "exit", "hang")
+            for place in (0, 3, 5)
+            for backward in (False, True)
+            if (how, place, backward) != ("die", 3, False)
+        ),
+    ],
+)
+def test_a_stage_that_ends_or_hangs_within_a_step_is_named(
+    how: str, place: int, backward: bool, tmp_path: Path
+) -> None:
+    """Three stages of two layers each; one of them has trouble in the second of its steps."""
+    shutil.copy(str(pipelined_models.__file__), tmp_path)
+    model = {"_target_": "pipelined_models.build_troubled", "place": place, "how": how, "backward": backward}
+    document = make_document(
+        "layers", "run", model=model, pipeline={"stages": 3, "partition": "uniform"},
+        launch={"nproc": 3, "timeout": 4}, tasks=["train"], metrics=None, predict=None,
+        trainer={"micro_batch": None, "grad_accum": 4, "eval_at_start": False},
+    )  # fmt: skip
+    (tmp_path / "cfg.json").write_text(json.dumps(document))
+    started = time.monotonic()
+    done = dsjob("cfg.json", cwd=tmp_path)
+    assert time.monotonic() - started < 40
+    told = {
+        "die": " was killed by SIGKILL",
+        "exit": ": user code called os._exit(0) before the last step",
+        "hang": " has stalled in step 2 (training)",
+    }
+    rank = place // 2
+    assert done.returncode == 1
+    assert f"rank {rank} (stage {rank} of the pipeline){told[how]}" in done.stderr, done.stderr

@@ -24,6 +24,7 @@ from dsjob.pipelines.timeline import require_sound
 from dsjob.ranks.divide import join_along
 from dsjob.ranks.mesh import Ranks, World
 from dsjob.ranks.mpu import mark_tied
+from dsjob.ranks.watchdog import position
 
 MakeSchedule = Callable[[int, int, int], PipeSchedule]  # (micro batches, stages, stage) -> its instructions
 Steps = list[list[PipeInstruction]]
@@ -45,6 +46,8 @@ class StagePasses:
             if stage.owners[name][0] != world.pipe.rank:
                 mark_tied(parameter)
         self.sizes = (0, 0)
+        if world.pipe.size > 1:
+            position.stage = world.pipe.rank
 
     def count(self, strategy: Strategy) -> None:
         """Sets `sizes`. A collective."""
