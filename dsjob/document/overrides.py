@@ -151,11 +151,14 @@ def explain_no_key(key: str, wrong: str = "", siblings: Sequence[str] = ()) -> P
                 return Problem(message, tuple(parts), "not-there", "", "command line")
             break
         schema = below
-    return _explain_absent(parts, wrong, siblings, list(schema.get("properties", {})))
+    own = list(schema.get("properties", {}))
+    takes_any = contract.is_target(schema) and "type" not in own  # an optimizer's arguments are mostly in params
+    return _explain_absent(parts, wrong, siblings, None if takes_any else own)
 
 
-def _explain_absent(parts: list[str], wrong: str, siblings: Sequence[str], known: list[str]) -> Problem:
-    """The problem of an override of a key that a section could have, but does not. `known`: the section's own keys."""
+def _explain_absent(parts: list[str], wrong: str, siblings: Sequence[str], known: list[str] | None) -> Problem:
+    """The problem of an override of a key that a section could have, but does not. `known`: the section's own keys; None
+    if any key may be an argument of what the section calls."""
     if wrong and wrong not in parts:  # a key inside the value, which is merged into the section
         parts = [*parts, wrong]
     key, meant = ".".join(parts), find_similar(wrong, siblings)
@@ -163,7 +166,7 @@ def _explain_absent(parts: list[str], wrong: str, siblings: Sequence[str], known
         at = parts.index(wrong)
         hint = f'did you mean "{".".join([*parts[:at], meant, *parts[at + 1 :]])}"?'
         return Problem("is not in the document", tuple(parts), "not-there", hint, "command line")
-    elsewhere = "" if meant else explain_unknown(tuple(parts[:-1]), parts[-1], known).hint
+    elsewhere = "" if meant or known is None else explain_unknown(tuple(parts[:-1]), parts[-1], known).hint
     if elsewhere.startswith(("it belongs ", 'did you mean "type"')):
         return Problem("unknown key", tuple(parts), "unknown-key", elsewhere, "command line")
     hint = f'did you mean "{meant}"? (to add {key}: +{key}=...)' if meant else f"to add it: +{key}=..."

@@ -284,6 +284,7 @@ RECIPES = (
         ("optimizer.name=Adam", "optimizer.name", 'did you mean "type"?'),
         ("model.widht=4", "model.widht", 'did you mean "width"? (to add model.widht: +model.widht=...)'),
         ("model.inner.widht=4", "model.inner.widht", "to add it: +model.inner.widht=..."),
+        ("data.train.tokenizer=4", "data.train.tokenizer", "to add it: +data.train.tokenizer=..."),
         ("trainer.max_steps.x=4", "trainer.max_steps.x", ""),
         ("callbacks.mine._target_=a.b", "callbacks.mine._target_", "to add it: +callbacks.mine._target_=..."),
         ("optimizer.parms.lr=1", "optimizer.parms.lr", 'did you mean "optimizer.params.lr"?'),
