@@ -139,7 +139,9 @@ def make_table(counter: FlopCounterMode, depth: int) -> str:
 
     Not torch's own table, which needs a package that torch does not install.
     """
-    counts = {name: found for name, found in counter.get_flop_counts().items() if name != "Global"}
+    # The class of a sharded model is a subclass that FSDP2 has named FSDP...
+    found_in = {name.removeprefix("FSDP"): found for name, found in counter.get_flop_counts().items()}
+    counts = {name: found for name, found in found_in.items() if name != "Global"}
     total = counter.get_total_flops() or 1
     lines = [("module", "operations", "share")]
     for name in sorted(counts):
