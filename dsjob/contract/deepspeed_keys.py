@@ -111,9 +111,13 @@ def to_config_words(problem: Problem) -> Problem:
         for key, (section, name) in _MOVED.items():
             bare = "?" if section == "trainer" else ""  # else any "size" would be a length of sequences
             text = re.sub(rf"\b(?:{section}\.){bare}{name}\b", str(key), text)
-        return re.sub(r"(use )?launch\.nproc=(\d+)", r"start \2 ranks", text)
+        return re.sub(r"(use )?launch\.nproc=(\d+)", lambda found: f"start {_count_ranks(found[2])}", text)
 
     return replace(problem, message=rename(problem.message), hint=rename(problem.hint))
+
+
+def _count_ranks(number: str) -> str:
+    return f"{number} rank" if number == "1" else f"{number} ranks"
 
 
 def build_on(

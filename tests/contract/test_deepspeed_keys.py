@@ -165,3 +165,11 @@ def test_find_origin_tells_whose_value_it_is() -> None:
     del job["trainer"]["micro_batch"]  # type: ignore[attr-defined]
     origin = deepspeed_keys.find_origin(("trainer", "micro_batch"), job, CONFIG)
     assert origin == ("deepspeed", "train_micro_batch_size_per_gpu")
+
+
+@pytest.mark.parametrize(
+    ("number", "expected"), [(1, "start 1 rank (world size 1)"), (4, "start 4 ranks (world size 4)")]
+)
+def test_a_hint_counts_ranks_in_plain_english(number: int, expected: str) -> None:
+    hint = f"use launch.nproc={number} (world size {number})"
+    assert deepspeed_keys.to_config_words(Problem("", (), "batch", hint)).hint == expected
