@@ -157,8 +157,10 @@ def explain_no_key(key: str, wrong: str = "", siblings: Sequence[str] = ()) -> P
 
 
 def _explain_absent(parts: list[str], wrong: str, siblings: Sequence[str], known: list[str] | None) -> Problem:
-    """The problem of an override of a key that a section could have, but does not. `known`: the section's own keys; None
-    if any key may be an argument of what the section calls."""
+    """The problem of an override of a key that a section could have, but does not.
+
+    `known`: the section's own keys; None if any key may be an argument of what the section calls.
+    """
     if wrong and wrong not in parts:  # a key inside the value, which is merged into the section
         parts = [*parts, wrong]
     key, meant = ".".join(parts), find_similar(wrong, siblings)
