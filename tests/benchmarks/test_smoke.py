@@ -23,6 +23,7 @@ TINY = {
     "onebit": "--rounds 1 --sizes 1000",
     "pipeline": "--sizes tiny --micro-batches 2 --rounds 1 --steps 1",
     "programs": "--smoke",
+    "quantised": "--megabytes 0.01 --rounds 1",
     "tensor_parallel": "--sizes tiny --rounds 1 --steps 1",
     "text": "--rounds 1 --steps 1 --width 8",
     "transformer_layer": "--rounds 1 --shapes 2x4x8x2",
