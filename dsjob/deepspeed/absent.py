@@ -11,7 +11,9 @@ import inspect
 import sys
 from collections.abc import Callable, Sequence
 from contextlib import suppress
+from importlib import import_module
 from importlib.abc import MetaPathFinder
+from importlib.machinery import PathFinder
 from types import FrameType, ModuleType
 from typing import Any, NoReturn
 
@@ -132,8 +134,8 @@ def _find_nothing(name: str) -> NoReturn:
 
 
 def explain_names(module: str, find: Callable[[str], Any] = _find_nothing) -> Callable[[str], Any]:
-    """The `__getattr__` of a module of dsjob.deepspeed: raises the message of `explain` for a name that neither the
-    module nor `find` has.
+    """The `__getattr__` of a module of dsjob.deepspeed: imports a module below it, and raises the message of `explain`
+    for a name that neither the module nor `find` has.
 
     `from module import name` would replace the message of an AttributeError by Python's own, so it gets an ImportError.
     """
@@ -144,6 +146,9 @@ def explain_names(module: str, find: Callable[[str], Any] = _find_nothing) -> Ca
             raise AttributeError(f"module {module!r} has no attribute {name!r}")
         with suppress(AttributeError):
             return find(name)
+        # DeepSpeed imports its modules itself, so programs read them as attributes.
+        if PathFinder.find_spec(f"{module}.{name}", getattr(sys.modules[module], "__path__", ())):
+            return import_module(f"{module}.{name}")
         message = explain(f"{below}.{name}" if below else name)
         here = inspect.currentframe()
         raise AbsentImportError(message) if _imports(here and here.f_back) else AbsentNameError(message)

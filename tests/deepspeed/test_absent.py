@@ -59,6 +59,13 @@ def test_programs_may_look_before_they_ask() -> None:
         raise AssertionError
 
 
+def test_modules_are_attributes_without_an_import_of_their_own(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.delattr(deepspeed.utils, "zero_to_fp32", raising=False)  # as if nothing had imported it
+    monkeypatch.delitem(sys.modules, "dsjob.deepspeed.utils.zero_to_fp32", raising=False)
+    assert callable(deepspeed.utils.zero_to_fp32.get_fp32_state_dict_from_zero_checkpoint)
+    assert not hasattr(deepspeed.utils, "absent_name")
+
+
 OWN = ("absent", "breakdowns", "defaults", "entry", "program_monitors", "settings")  # modules that DeepSpeed lacks
 
 
