@@ -32,6 +32,10 @@ _GATHERED_BY_ALL = (
     "every rank must call it, because each one has only a part of the model: move it out of `if rank == 0:`. Rank 0 "
     "alone may write the result"
 )
+_NOT_GATHERED = (
+    "at stage 3, save_16bit_model needs zero_optimization.stage3_gather_16bit_weights_on_model_save; or call "
+    "save_checkpoint, then `dsjob convert`"
+)
 
 
 class Saving(Readings):
@@ -179,7 +183,7 @@ class Saving(Readings):
         """Writes the weights of the whole model to one file, in the compute dtype.
 
         The format is safetensors if the name ends in `.safetensors`, otherwise that of torch.save. At stage 3 this
-        requires stage3_gather_16bit_weights_on_model_save; without it, writes nothing and returns False.
+        requires stage3_gather_16bit_weights_on_model_save; without it, warns, writes nothing and returns False.
         """
         if self.world.opaque or self.world.pipe.size > 1:
             raise UsageError(
@@ -190,6 +194,8 @@ class Saving(Readings):
             )
         zero = self.spec.zero_optimization
         if zero.stage == 3 and self.world.data_size > 1 and not zero.stage3_gather_16bit_weights_on_model_save:
+            if self.world.everyone.rank == 0:
+                warnings.warn(f"nothing was saved in {save_dir}: {_NOT_GATHERED}", stacklevel=2)
             return False
         state, url = self.state(), os.path.join(_require_folder(save_dir), save_filename)
         if exclude_frozen_parameters:

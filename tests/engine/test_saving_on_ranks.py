@@ -5,16 +5,18 @@ from __future__ import annotations
 import json
 import os
 import signal
+import warnings
 from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any
 
 import pytest
 import small_jobs
+import torch
 from ranks import run_ranks
 from small_jobs import at_step, list_steps, make_document, read_digests, run, send
 
-from dsjob import storage
+from dsjob import initialize, storage
 from dsjob.errors import DsjobError, StorageError
 from dsjob.ranks.mesh import World
 from dsjob.training import occasions
@@ -194,3 +196,18 @@ def test_a_run_that_ends_anywhere_goes_on_bit_for_bit(
     assert len(continued) == len(ends)
     for folder in continued:
         assert read_digests(folder, 8) == whole, folder
+
+
+def save_16_bit(world: World, folder: str) -> tuple[bool, list[str]]:
+    config = {"train_micro_batch_size_per_gpu": 2, "zero_optimization": {"stage": 3}, "optimizer": {"type": "SGD"}}
+    engine, *_ = initialize(model=torch.nn.Linear(4, 2), config=config)
+    with warnings.catch_warnings(record=True) as caught:
+        warnings.simplefilter("always")
+        saved = engine.save_16bit_model(folder)
+    return saved, [str(each.message) for each in caught]
+
+
+def test_a_16_bit_model_that_is_not_saved_is_told_on_rank_0(tmp_path: Path) -> None:
+    first, second = run_ranks(save_16_bit, 2, str(tmp_path))
+    assert (first[0], second) == (False, (False, []))
+    assert "save_16bit_model needs zero_optimization.stage3_gather_16bit_weights_on_model_save" in first[1][0]
