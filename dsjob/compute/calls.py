@@ -36,17 +36,21 @@ class Loss:
         return self.value if self.count is None else self.value / self.count.to(self.value.dtype)
 
 
-def call_model(model: Callable[..., Any], batch: Any) -> Any:
+def call_model(model: Callable[..., Any], batch: Any, advice: str = "") -> Any:
     """Calls the model with a batch: a mapping as keyword arguments, a tuple or list as positional arguments, anything
-    else as a single argument."""
+    else as a single argument. advice: what to do if that does not match `forward`."""
     args, keywords = spread(batch)
-    return call_with(model, args, keywords, f"the batch, a {type(batch).__name__}, is")
+    return call_with(model, args, keywords, f"the batch, a {type(batch).__name__}, is", advice)
 
 
 def call_with(
-    model: Callable[..., Any], args: Sequence[Any], keywords: Mapping[str, Any], described: str = "inputs are"
+    model: Callable[..., Any],
+    args: Sequence[Any],
+    keywords: Mapping[str, Any],
+    described: str = "inputs are",
+    advice: str = "",
 ) -> Any:
-    """Calls the model. described: what the arguments are, for messages.
+    """Calls the model. described: what the arguments are, for messages. advice: see `call_model`.
 
     Raises ContractError if they do not match the signature of its `forward`.
     """
@@ -55,7 +59,7 @@ def call_with(
     except TypeError as error:
         # Either the arguments do not match the signature, which gets a clearer message, or the TypeError comes from the
         # model's own code.
-        _require_taken(model, args, keywords, described, error)
+        _require_taken(model, args, keywords, described, advice, error)
         raise
 
 
@@ -67,7 +71,7 @@ def spread(batch: Any) -> tuple[Sequence[Any], Mapping[str, Any]]:
 
 
 def _require_taken(
-    model: Any, args: Sequence[Any], keywords: Mapping[str, Any], described: str, error: TypeError
+    model: Any, args: Sequence[Any], keywords: Mapping[str, Any], described: str, advice: str, error: TypeError
 ) -> None:
     """Raises ContractError if the signature of the model's `forward` does not match the arguments."""
     module = getattr(model, "module", model)
@@ -84,7 +88,7 @@ def _require_taken(
         takes = ", ".join(taken.parameters) or "nothing"
         raise ContractError(
             f"the model's forward does not match the batch: {why}",
-            hint=f"forward takes {takes}; {described} passed {way}",
+            hint=f"forward takes {takes}; {described} passed {way}" + (f"; {advice}" if advice else ""),
         ) from error
 
 

@@ -30,6 +30,7 @@ from dsjob.trust.signatures import name_loss_arguments
 from dsjob.trust.targets import build_callable
 
 Count = Tensor | int
+_CHOOSE = "set inputs: [...] to choose what the model receives, and targets: [...] for the loss"
 _HALF = (torch.bfloat16, torch.float16)
 
 
@@ -89,7 +90,7 @@ class Objective:
         if self.inputs is not None:
             chosen = self.inputs.read(batch)
             return call_with(model, chosen.args, chosen.keywords)
-        return call_model(model, self._withhold(batch))
+        return call_model(model, self._withhold(batch), _CHOOSE)
 
     def _withhold(self, batch: Any) -> Any:
         """The batch without targets that a loss receives."""

@@ -156,6 +156,13 @@ def test_a_model_is_called_with_the_batch_without_what_a_loss_gets(
 X = torch.zeros(4, 3)
 
 
+def test_a_plain_model_that_does_not_take_the_batch_leads_to_inputs_and_targets() -> None:
+    with pytest.raises(ContractError) as caught:
+        Objective().call(nn.Linear(2, 1), {"image": torch.ones(3, 2), "label": torch.ones(3)})
+    way = "passed as keywords: image, label; set inputs: [...] to choose what the model receives, and targets: [...]"
+    assert way in caught.value.hint
+
+
 @pytest.mark.parametrize(
     ("outputs", "found"),
     [
