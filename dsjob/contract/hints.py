@@ -66,6 +66,12 @@ def explain_key(path: Path, key: str, known: Sequence[str] = (), *, bare: bool) 
     return f"this is HF Trainer's name for {_dotted(theirs)}"
 
 
+def explain_login(path: Path, key: str) -> str:
+    """A hint for a login in the section of Weights & Biases, which has no key for it; empty for any other key."""
+    is_login = path[-1:] == ("wandb",) and key in ("api_key", "key", "token", "login")
+    return "leave it out: wandb reads its key from the environment variable WANDB_API_KEY" if is_login else ""
+
+
 def _dotted(path: Path) -> str:
     return ".".join(map(str, path))
 

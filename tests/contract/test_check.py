@@ -150,6 +150,10 @@ def test_each_mistake_is_said_once_and_in_words(path: str, sections: dict[str, A
         ({"save_steps": 5}, "this is HF Trainer's name for checkpoint.every"),
         ({"_note": "mine"}, "for a note, write a comment (// in JSON, # in YAML), or a key that starts with _comment"),
         ({"output": {"x": 5}}, "available: dir"),
+        (
+            {"monitor": {"wandb": {"enabled": True, "api_key": "x"}}},
+            "leave it out: wandb reads its key from the environment variable WANDB_API_KEY",
+        ),
     ],
 )
 def test_a_mistake_comes_with_what_to_do(sections: dict[str, Any], hint: str) -> None:
