@@ -27,6 +27,7 @@ _SETTINGS = (
     ("--top-k", int, "top_k"),
     ("--top-p", float, "top_p"),
 )
+_SAMPLING = {"temperature", "top_k", "top_p"}  # without sampling, transformers ignores them
 
 
 def main(arguments: list[str], debug: bool) -> int:
@@ -35,7 +36,7 @@ def main(arguments: list[str], debug: bool) -> int:
     allow_protocols(args.trust)
     named, overrides = split_words("generate", args.words)
     settings = {key: value for _, _, key in _SETTINGS if (value := getattr(args, key)) is not None}
-    settings |= {"do_sample": True} if args.do_sample else {}
+    settings |= {"do_sample": True} if args.do_sample or _SAMPLING & settings.keys() else {}
     if not args.prompt and args.prompts is None:
         if not sys.stdin.isatty():
             raise UsageError("there is no prompt", hint="use --prompt TEXT, or --prompts FILE (- for stdin)")
@@ -66,7 +67,8 @@ def _make_parser() -> argparse.ArgumentParser:
     parser.add_argument("--json", action="store_true", help="print JSON lines")
     parser.add_argument("--do-sample", action="store_true", help="sample instead of taking the likeliest token")
     for flag, kind, key in _SETTINGS:
-        parser.add_argument(flag, type=kind, metavar="N", help=f"see generation.{key}")
+        implied = "; implies --do-sample" if key in _SAMPLING else ""
+        parser.add_argument(flag, type=kind, metavar="N", help=f"see generation.{key}{implied}")
     return parser
 
 

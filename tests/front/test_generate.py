@@ -118,6 +118,14 @@ def test_mistakes_are_told(run: Path, options: tuple[str, ...], message: str) ->
     assert "Traceback" not in done.stderr
 
 
+def test_a_temperature_samples(run: Path) -> None:
+    words = ("generate", str(run), "--prompt", "a", "--max-new-tokens", "20")
+    greedy, hot = dsjob(*words, cwd=run.parent), dsjob(*words, "--temperature", "1000", cwd=run.parent)
+    assert greedy.returncode == hot.returncode == 0
+    assert greedy.stdout != hot.stdout
+    assert "ignored" not in hot.stderr
+
+
 def test_prompts_are_lines_or_json() -> None:
     text = 'one\r\n\n"two\\nlines"\n{"prompt": "three", "id": 3}\n'
     assert read_prompts(text, "file") == ["one", "two\nlines", "three"]
