@@ -126,12 +126,12 @@ def _write(events: Sequence[Event], monitor: Monitor) -> None:
 
 def name_values(record: Mapping[str, float]) -> dict[str, float]:
     """A log record's values by the names that DeepSpeed uses. Other names with a slash, such as `train/f1`, stay as
-    they are."""
+    they are. Tokens per second are left out where samples are not tokens."""
     own = {"loss": "Train/Samples/train_loss"}
     own |= {f"time/{part}_ms": f"Train/Samples/elapsed_time_ms_{part}" for part in ("forward", "backward", "step")}
     left_out = ("step", "eta_seconds")  # the first is on the other axis, the second is no measurement
     return {
         own.get(name, name if "/" in name else f"Train/Samples/{name}"): value
         for name, value in record.items()
-        if name not in left_out
+        if name not in left_out and (value or name != "tokens_per_second")
     }

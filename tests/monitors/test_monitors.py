@@ -273,5 +273,10 @@ def test_values_have_deepspeeds_names() -> None:
     }
 
 
+def test_tokens_per_second_are_left_out_where_samples_are_no_tokens() -> None:
+    for tokens, names in ((0.0, []), (5.0, ["Train/Samples/tokens_per_second"])):
+        assert list(name_values({"tokens_per_second": tokens})) == names
+
+
 def test_documents_are_flattened() -> None:
     assert flatten({"a": {"b": 1, "c": {}}, "d": [1]}) == {"a.b": 1, "a.c": {}, "d": [1]}
