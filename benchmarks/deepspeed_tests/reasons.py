@@ -90,8 +90,11 @@ PATTERNS: tuple[tuple[str, str], ...] = (
     ("not in dsjob", r"dsjob has no deepspeed\.(moe|pipe|runtime\.(pipe|zero\.tiling|progressive_layer_drop))"),
     ("not in dsjob", r"buffer_dtype: .* not supported|compression_training\.|sparse_tensor_module_names|SparseCPU"),
     ("not in dsjob", r"is_current_accelerator_supported|has no attribute 'pipeline_parallelism'"),
+    ("internals", r"'CPUAdamBuilder' object has no|'monitor_config'|_is_grid_valid|_precompute_checkpointable"),
+    ("internals", r"'activation_checkpoint_func'"),
     ("internals", r"param has autocast_dtype: FSDP|adam_freeze_key"),  # of a module's class, which FSDP2 changes
-    ("another package", r"PackageNotFoundError"),
+    ("not in dsjob", r"has no attribute '(step|rollback)_subgroup'"),
+    ("another package", r"PackageNotFoundError|No module named '(mup|torchvision)|torchvision is not installed"),
     ("masters are fp32", r"(bf16|fp16)_master_weights_and_grads: true is not supported"),
     ("masters are fp32", r"comm dtype doesn't match module dtype"),
     ("internals", r"dsjob has no deepspeed\.|'Stub'|sitecustomize\.|isinstance\(\w+ \(\\nParameter Group"),
