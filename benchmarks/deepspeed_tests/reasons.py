@@ -93,6 +93,7 @@ PATTERNS: tuple[tuple[str, str], ...] = (
     ("internals", r"'CPUAdamBuilder' object has no|'monitor_config'|_is_grid_valid|_precompute_checkpointable"),
     ("internals", r"'activation_checkpoint_func'"),
     ("internals", r"param has autocast_dtype: FSDP|adam_freeze_key"),  # of a module's class, which FSDP2 changes
+    ("needs a GPU", r"module 'torch\.cpu' has no attribute"),  # torch's own fork_rng
     ("not in dsjob", r"has no attribute '(step|rollback)_subgroup'"),
     ("another package", r"PackageNotFoundError|No module named '(mup|torchvision)|torchvision is not installed"),
     ("masters are fp32", r"(bf16|fp16)_master_weights_and_grads: true is not supported"),
