@@ -110,7 +110,7 @@ PATTERNS: tuple[tuple[str, str], ...] = (
     ),
     (
         "internals",
-        r"neither DeepSpeedEngine nor its model \w+ has an attribute|AttributeError: _",
+        r"neither \w+Engine nor its model \w+ has an attribute|AttributeError: _",
     ),
     ("internals", r"module 'dsjob\.\S+' has no attribute|hook|ZeroOrderedDict|Stage3|InsertPostInit"),
     (
