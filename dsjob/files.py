@@ -64,9 +64,9 @@ def explained(path: str) -> Iterator[None]:
     try:
         yield
     except OSError as error:
-        raise StorageError(
-            f"cannot write {path}: {error.strerror}", hint="free some space, or choose another folder"
-        ) from error
+        full = error.errno in (errno.ENOSPC, errno.EDQUOT, errno.EFBIG)
+        hint = "free some space, or choose another folder" if full else ""
+        raise StorageError(f"cannot write {path}: {error.strerror}", hint=hint) from error
 
 
 def open_update(path: str) -> BinaryIO:

@@ -1,5 +1,6 @@
 """Files that somebody else has placed: no pipe is waited for, nothing is written through a link."""
 
+import errno
 import json
 import os
 import threading
@@ -10,7 +11,7 @@ import pytest
 
 from dsjob import storage
 from dsjob.errors import StorageError
-from dsjob.files import open_append, open_update, read_lines_backwards, require_own
+from dsjob.files import explained, open_append, open_update, read_lines_backwards, require_own
 from dsjob.trust.grant import Trust, check_document
 
 
@@ -18,6 +19,17 @@ def test_a_pipe_is_not_read(tmp_path: Path) -> None:
     os.mkfifo(tmp_path / "resolved.json")
     with pytest.raises(StorageError, match="not a regular file"):
         storage.read_text(str(tmp_path / "resolved.json"))
+
+
+@pytest.mark.parametrize(("code", "advised"), [(errno.ENOSPC, True), (errno.EIO, False)])
+def test_an_error_of_writing_names_the_file(code: int, advised: bool) -> None:
+    with (
+        pytest.raises(StorageError, match="cannot write run/metrics") as caught,
+        explained("run/metrics.jsonl"),
+    ):
+        raise OSError(code, os.strerror(code))
+    assert os.strerror(code) in str(caught.value)
+    assert ("free some space" in caught.value.hint) == advised
 
 
 def test_nothing_is_appended_through_a_link(tmp_path: Path) -> None:

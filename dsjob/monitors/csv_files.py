@@ -9,7 +9,7 @@ from collections.abc import Sequence
 
 from dsjob import storage
 from dsjob.contract.monitors import MonitorFiles
-from dsjob.files import open_append
+from dsjob.files import append_bytes, explained, open_append
 from dsjob.monitors.monitor import Event, Monitor, Series
 
 
@@ -32,7 +32,7 @@ class CsvMonitor(Monitor):
     def write_events(self, events: Sequence[Event]) -> None:
         for name, value, samples in events:
             path = os.path.join(self._folder, name.replace("/", "_").replace(" ", "_") + ".csv")
-            with io.TextIOWrapper(open_append(path), encoding="utf-8", newline="") as file:
+            with explained(path), io.TextIOWrapper(open_append(path), encoding="utf-8", newline="") as file:
                 rows = csv.writer(file)
                 if os.path.getsize(path) == 0:
                     rows.writerow(["step", name.rpartition("/")[2]])
@@ -45,8 +45,7 @@ def _cut(path: str, samples: int) -> None:
     lines = storage.read_text(path).splitlines(keepends=True)
     behind = [line for line in lines if not _is_kept(line, samples)]
     if behind:
-        with open_append(f"{path}.superseded") as file:
-            file.write("".join(behind).encode())
+        append_bytes(f"{path}.superseded", "".join(behind).encode())
         storage.write_bytes(path, "".join(line for line in lines if _is_kept(line, samples)).encode())
 
 

@@ -138,7 +138,6 @@ class World:
         if not dist.is_initialized():
             backend = _choose_backend("auto", self.device)
             dist.init_process_group(backend, store=HashStore(), rank=self.data_rank, world_size=self.data_size)
-            end_gloo_at_exit()
 
 
 # Each mesh is built only once, because building it creates process groups. Either the parts of a key are equal on all

@@ -86,8 +86,11 @@ class Contexts:
         mask = args[0] if args else kwargs.get("attn_mask")
         if isinstance(mask, Tensor) and mask.dim() == 4 and mask.shape[_HEADS] == heads > 1:
             start, stop = cut(heads, size, self.ranks.rank)
-            mask = mask.narrow(_HEADS, start, stop - start)
-            args, kwargs = (mask, *args[1:]) if args else args, kwargs if args else {**kwargs, "attn_mask": mask}
+            own = mask.narrow(_HEADS, start, stop - start)
+            if args:
+                args = (own, *args[1:])
+            else:
+                kwargs["attn_mask"] = own
         found = F.scaled_dot_product_attention(query, key, value, *args, **kwargs)
         return cast(Tensor, _Exchange.apply(found, _PLACES, _HEADS, self.ranks))  # type: ignore[no-untyped-call]
 

@@ -60,7 +60,7 @@ def add_up_parts(x: Tensor, dim: int, ranks: Ranks) -> Tensor:
 
 
 def _sum(x: Tensor, ranks: Ranks) -> Tensor:
-    total = x.contiguous().clone() if x.is_contiguous() else x.contiguous()
+    total = x.clone(memory_format=torch.contiguous_format)
     dist.all_reduce(total, group=ranks.group)
     return total
 
