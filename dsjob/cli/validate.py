@@ -80,7 +80,7 @@ def _parse(arguments: list[str]) -> argparse.Namespace:
         help="ranks to check the batch sizes for (default: launch.nproc)",
     )
     parser.add_argument("--format", choices=report.FORMATS, default="text", help="output format (default: text)")
-    parser.add_argument("--deep", action="store_true", help="import what the document names, and check the arguments")
+    parser.add_argument("--deep", action="store_true", help="import what the document names, and try one batch")
     add_arguments(parser)
     parser.add_argument("--strict", action="store_true", help="treat warnings as errors")
     parser.add_argument("--explain", metavar="RULE", help="explain a rule; `all` lists all rules")

@@ -1,8 +1,8 @@
 """`dsjob validate --deep`: imports the targets that a document names, and checks their arguments against signatures.
+Then it calls the model, its losses and metrics with one batch of each set of data.
 
-If the document says how its models are called, trained or evaluated, what their loss is, or what the metrics or the
-predictions are, these are called with one batch of each set of data. Otherwise, nothing is called, except for data
-whose length counts. The trust rules are those of `dsjob run`.
+No batch is tried if that would take long, unless the document says how its models are called, trained or evaluated, or
+what the loss, the metrics or the predictions are. The trust rules are those of `dsjob run`.
 """
 
 from __future__ import annotations
@@ -10,11 +10,13 @@ from __future__ import annotations
 import contextlib
 import functools
 import inspect
+import math
 import sys
 from collections.abc import Iterator, Mapping
 from dataclasses import replace
 from typing import Any
 
+from dsjob import storage
 from dsjob.contract.job_lengths import list_lengths
 from dsjob.contract.paths import Path
 from dsjob.contract.spec import LOSS_KEYS, METRIC_KEYS, JobSpec, view
@@ -23,6 +25,7 @@ from dsjob.launch.rank import add_import_folders
 from dsjob.trust.argument_types import find_wrong_types
 from dsjob.trust.exits import refuse_exits
 from dsjob.trust.grant import Trust
+from dsjob.trust.hub import needs_hub
 from dsjob.trust.signatures import find_misfits, find_role_misfits, name_loss_arguments
 from dsjob.trust.targets import MAKERS, find_target
 
@@ -30,6 +33,7 @@ from dsjob.trust.targets import MAKERS, find_target
 # the rest follows with each call, so missing arguments are not an error.
 _KEPT = ("loss", "data.collate", "data.loader", "launch.init_distributed", "trainer.step", "trainer.eval_step")
 _GIVEN: dict[Path, int] = {("optimizer",): 1, ("scheduler",): 1, ("data", "loader"): 1}  # positional arguments by dsjob
+_MOST_TEXT = 16 << 20  # bytes that are tokenised only to try a batch
 
 
 def check_targets(document: Mapping[str, Any], trust: Trust, known: set[Path]) -> list[Problem]:
@@ -46,13 +50,37 @@ def check_targets(document: Mapping[str, Any], trust: Trust, known: set[Path]) -
 def check_batch(document: Mapping[str, Any], ranks: int, trust: Trust) -> list[Problem]:
     """The problems that calling the model, the losses and the metrics with one batch of each set shows. document: a
     resolved one."""
-    from dsjob.training.trial import is_worth_trying, try_on_batch
+    from dsjob.training.trial import can_try, says_how, try_on_batch
 
     spec = view(JobSpec, document)
-    if not is_worth_trying(spec):
+    if not can_try(spec) or not (says_how(spec) or _is_cheap(document)):
         return []
     with contextlib.redirect_stdout(sys.stderr), refuse_exits():
         return try_on_batch(document, spec, ranks, trust)
+
+
+def _is_cheap(document: Mapping[str, Any]) -> bool:
+    """Whether models and data can be built without a download, and without tokenising much."""
+    parts = {key: document.get(key) for key in ("model", "models", "data")}
+    targets = [target for _, target in _list_targets(parts, ())]
+    return not any(map(needs_hub, targets)) and sum(map(_measure_text, targets)) <= _MOST_TEXT
+
+
+def _measure_text(target: Mapping[str, Any]) -> float:
+    """The bytes of files that a target tokenises; inf for those that are elsewhere."""
+    if target["_target_"] != "dsjob.text.Text":
+        return 0
+    source = target.get("source") or next(iter(target.get("_args_") or ()), [])
+    urls = [source] if isinstance(source, str) else source
+    if not all(map(storage.is_local, urls)):
+        return math.inf
+    with contextlib.suppress(DsjobError):  # a missing file, which the trial tells
+        return sum(file.size for url in urls for file in _list_files(url))
+    return 0
+
+
+def _list_files(url: str) -> list[storage.Found]:
+    return list(storage.find_files(url).values()) if storage.is_folder(url) else [storage.describe(url)]
 
 
 def count_data(document: Mapping[str, Any], ranks: int, trust: Trust) -> tuple[int | None, int]:

@@ -16,6 +16,7 @@ from dsjob.compute.calls import Loss
 from dsjob.contract.models import is_trainable, list_models
 from dsjob.contract.paths import Path
 from dsjob.contract.spec import Generation, JobSpec, Method, Ops, Sets
+from dsjob.data import is_loader
 from dsjob.document.resolve import view_model
 from dsjob.engine.build import build_engine
 from dsjob.engine.engine import Engine
@@ -44,22 +45,29 @@ _MODEL: Path = ("model", "_target_")
 _OWN: Path = ("trainer", "step", "_target_")
 _STEP: Path = ("trainer", "eval_step", "_target_")
 _PARTS: Path = ("trainer", "parts", "_target_")
+_FEW = 2  # samples of a small batch: batch norm needs more than one
 _TOKENS = 4  # that are generated for each sample
 _STILL = Method("SGD", {"lr": 0.0}, None)
 _ALONE = World(data_rank=0, local_rank=0, data_size=1, device=torch.device("cpu"))
 
 
-def is_worth_trying(spec: JobSpec) -> bool:
+def can_try(spec: JobSpec) -> bool:
+    """Whether a document has a model and data. A model that `trainer.mpu` splits needs its ranks."""
+    has_data = spec.data.train is not None or bool(spec.data.list_sets("eval", "test"))
+    return has_data and (spec.model is not None or bool(spec.models)) and spec.trainer.mpu is None
+
+
+def says_how(spec: JobSpec) -> bool:
     """Whether the document says how its models are called, trained or evaluated, what their loss is, what the metrics
     or the predictions are."""
     called = (spec.inputs, spec.targets, spec.outputs, spec.losses, spec.label_smoothing, spec.trainer.step)
-    evaluated = (spec.metrics, spec.generation, spec.trainer.eval_step, _predicts(spec))
-    return (
-        any((*called, *evaluated))
-        and (spec.data.train is not None or bool(spec.data.list_sets("eval", "test")))
-        and (spec.model is not None or bool(spec.models))
-        and spec.trainer.mpu is None
-    )
+    return any((*called, spec.metrics, spec.generation, spec.trainer.eval_step, _predicts(spec)))
+
+
+def _reduce(spec: JobSpec) -> JobSpec:
+    """The job with small micro batches."""
+    sizes = [size and min(size, _FEW) for size in (spec.trainer.micro_batch, spec.trainer.eval_micro_batch)]
+    return replace(spec, trainer=replace(spec.trainer, micro_batch=sizes[0], eval_micro_batch=sizes[1]))
 
 
 def _predicts(spec: JobSpec) -> bool:
@@ -72,17 +80,20 @@ def try_on_batch(document: Mapping[str, Any], spec: JobSpec, ranks: int, trust: 
 
     Reads data and builds the model on the CPU. A model with more than `MOST` parameters is called with fake tensors,
     which need no memory; its own errors are not problems then, because not all operators accept these, and metrics are
-    not tried.
+    not tried. Unless the document `says_how`, batches have few samples, so that it takes little time.
     """
     problems: list[Problem] = []
     spec = replace(spec, data=replace(spec.data, num_workers=0))
+    whole, spec = spec, spec if says_how(spec) else _reduce(spec)
     with torch.random.fork_rng(), _collecting(problems):
         parts = build_parts(spec, trust)
         batch: Any = None
         if spec.data.train is not None:
             with _blaming(("data", "train", "_target_")):
-                read, world = parts.trainer.get_train_dataloader, replace(_ALONE, data_size=ranks)
-                batch = next(iter(build_training_data(spec, world, build_collate(spec, trust), trust, read)))
+                data = parts.trainer.get_train_dataloader()
+                sized = whole if spec.data.loader or is_loader(data) else spec  # a loader has a batch size of its own
+                collate, world = build_collate(spec, trust), replace(_ALONE, data_size=ranks)
+                batch = next(iter(build_training_data(sized, world, collate, trust, lambda: data)))
         trial = _build_trial(document, spec, parts, trust)
         if batch is not None:
             with torch.enable_grad():

@@ -57,6 +57,14 @@ def check_arguments(value: Mapping[str, Any], path: Path, *, remote_code: bool, 
             yield Problem(what, (*path, *place), "unpinned", advice)
 
 
+def needs_hub(value: Mapping[str, Any]) -> bool:
+    """Whether the arguments in one object of a document name something on a hub, or ask for a download."""
+    asks = (value.get(key) for key in ("download", "pretrained", "weights"))
+    return any(each is True or isinstance(each, str) for each in asks) or not all(
+        _is_local(name) for _, name in _find_names(value)
+    )
+
+
 def name_tokenizer(name: str) -> dict[str, str]:
     """The target that loads a tokenizer named by a string alone, so that what documents may load applies to it."""
     return {"_target_": "transformers.AutoTokenizer.from_pretrained", "pretrained_model_name_or_path": name}

@@ -1,4 +1,4 @@
-"""`dsjob validate --deep`: targets are imported and their arguments checked, with places; nothing is called."""
+"""`dsjob validate --deep`: targets are imported and their arguments checked, with places."""
 
 from __future__ import annotations
 
@@ -11,11 +11,15 @@ from jobs import dsjob, make_job
 
 MODULE = """
 import functools
+import torch
 print("noise")
 
-class Net:
+class Net(torch.nn.Module):
     def __init__(self, hidden, depth=1):
-        raise SystemError("called")
+        super().__init__()
+        self.layer = torch.nn.Linear(4, 1)
+    def forward(self, x):
+        return self.layer(x)
 
 class Open:
     def __init__(self, **anything):
@@ -24,10 +28,10 @@ class Open:
 three = functools.partial(Net, hidden=3)
 
 def collate(samples, pad=0):
-    raise SystemError("called")
+    return torch.stack([sample for sample, in samples])
 
 def loss(outputs, batch, *, weight=1.0):
-    raise SystemError("called")
+    return weight * outputs.mean()
 """
 SOUND = """\
 model: {_target_: deep_module.Net, hidden: 3}
@@ -55,7 +59,7 @@ def job(tmp_path: Path) -> Path:
     return tmp_path
 
 
-def test_a_sound_document_is_ok_and_nothing_is_called(job: Path) -> None:
+def test_a_sound_document_is_ok_and_callbacks_are_not_built(job: Path) -> None:
     done = dsjob("validate", "--deep", "cfg.yaml", cwd=job)
     assert (done.returncode, done.stdout) == (0, "cfg.yaml: ok\n"), done.stderr
     assert done.stderr == "noise\n"
@@ -64,7 +68,7 @@ def test_a_sound_document_is_ok_and_nothing_is_called(job: Path) -> None:
 def test_what_a_metric_receives_is_no_argument_of_it(job: Path) -> None:
     (job / "cfg.yaml").write_text(SOUND + METRICS)
     told = dsjob("validate", "--deep", "cfg.yaml", cwd=job).stderr
-    assert "error[one-batch]" in told  # the model cannot be built, so the arguments have passed
+    assert "error[one-batch]" in told  # the outputs have no x, so the arguments have passed
     assert "error[target]" not in told
 
 
@@ -134,10 +138,10 @@ def test_a_module_that_cannot_be_imported_is_placed(job: Path) -> None:
 
 
 def test_trust_is_decided_as_for_a_run(job: Path) -> None:
-    text = SOUND.replace("torch.utils.data.TensorDataset", "fractions.Fraction")
+    text = SOUND.replace("{_target_: deep_module.Open, x: 1}", "{_target_: fractions.Fraction}")
     (job / "cfg.yaml").write_text(text)
     done = dsjob("validate", "--deep", "cfg.yaml", cwd=job)
-    assert "error[untrusted-target]: data.train._target_: fractions.Fraction is not trusted" in done.stderr
+    assert "error[untrusted-target]: callbacks.a._target_: fractions.Fraction is not trusted" in done.stderr
     assert done.returncode == 2
     assert dsjob("validate", "--deep", "--trust", "fractions.Fraction", "cfg.yaml", cwd=job).returncode == 0
     assert dsjob("validate", "cfg.yaml", cwd=job).returncode == 0  # a warning: no flags are known there
@@ -171,9 +175,9 @@ class Callable:
     def __call__(self, outputs, batch, scale): ...
 
 class Sound:
-    def __call__(self, outputs, batch, scale=1): ...
+    def __call__(self, outputs, batch, scale=1): return outputs.mean()
 
-def four(outputs, batch, scale, more): ...
+def four(outputs, batch, scale, more): return outputs.mean()
 """
 
 

@@ -1,4 +1,4 @@
-"""`validate --deep` calls the model, the losses and the metrics with one batch of each set if the document says how."""
+"""`validate --deep` calls the model, the losses and the metrics with one batch of each set."""
 
 from __future__ import annotations
 
@@ -112,11 +112,6 @@ def test_what_torch_warns_of_is_a_warning(job: Path) -> None:
     code, (first, *_) = validate(job, SOUND.replace("[y]", "[flat]"))
     assert first.startswith("cfg.yaml:4:8: warning[one-batch]: loss._target_: Using a target size (torch.Size([4]))")
     assert code == 0
-
-
-def test_without_these_keys_nothing_is_called(job: Path) -> None:
-    document = SOUND.replace("inputs: [x]\ntargets: [y]\nloss: {_target_: torch.nn.MSELoss}\n", "")
-    assert validate(job, document.replace("points_module.points", "points_module.Broken")) == (0, ["cfg.yaml: ok"])
 
 
 EVALUATED = SOUND.replace(
@@ -377,3 +372,62 @@ def test_lengths_with_a_unit_are_shown_in_steps(job: Path, deep: list[str], epoc
         f"  trainer.max_length: 2ep: {epochs}",
         "  trainer.log_every: 10sp: 2.5 steps of 4 samples",
     ]
+
+
+PLAIN = """
+model: {_target_: points_module.Plain}
+data: {train: {_target_: points_module.points}, eval: {_target_: points_module.points, n: 3}}
+trainer: {train_batch: 4, max_steps: 2}
+optimizer: {_target_: torch.optim.SGD, lr: 0.1}
+""".lstrip()
+_PLAIN_MODULE = """
+class Plain(torch.nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.layer = torch.nn.Sequential(torch.nn.Linear(4, 1), torch.nn.BatchNorm1d(1))
+    def forward(self, x, y, flat):
+        print(len(x), "samples")
+        return {"loss": (self.layer(x) - y).square().mean()}
+class Narrow(Plain):
+    def forward(self, x): return self.layer(x).mean()
+def load(n=8, size=4):
+    return torch.utils.data.DataLoader(points(n), batch_size=size)
+"""
+
+
+def test_a_document_that_says_nothing_of_batches_is_tried_with_few_samples(job: Path) -> None:
+    (job / "points_module.py").write_text(MODULE + _PLAIN_MODULE)
+    assert validate(job, PLAIN) == (0, ["cfg.yaml: ok", "2 samples", "2 samples"])
+    # A loader has its own batch size.
+    loaded = PLAIN.replace("points_module.points}", "points_module.load}")
+    assert validate(job, loaded) == (0, ["cfg.yaml: ok", "4 samples", "2 samples"])
+    code, told = validate(job, PLAIN.replace("Plain}", "Narrow}"))
+    assert code == 2
+    assert told[0].startswith("cfg.yaml:1:9: error[one-batch]: model._target_: the model's forward does not match the")
+
+
+@pytest.mark.parametrize(
+    "data",
+    [
+        "{_target_: dsjob.text.Text, dataset: a/b, dataset_revision: " + "0abc" * 10 + "}",
+        "{_target_: dsjob.text.Text, source: large.txt}",
+        "{_target_: dsjob.text.Mixture, datasets: [{_target_: dsjob.text.Text, source: [large.txt]}]}",
+        "{_target_: dsjob.text.Text, source: s3://nowhere/a.txt}",
+    ],
+    ids=["hub", "large", "inside", "elsewhere"],
+)
+def test_data_that_take_long_to_build_are_not_built_for_a_document_that_says_nothing(job: Path, data: str) -> None:
+    (job / "points_module.py").write_text(MODULE + _PLAIN_MODULE)
+    with open(job / "large.txt", "wb") as file:
+        file.truncate(17 << 20)
+    document = PLAIN.replace("{_target_: points_module.points}", data).replace("Plain}", "Narrow}")
+    assert validate(job, document) == (0, ["cfg.yaml: ok"])
+
+
+def test_text_that_is_tokenised_at_once_is_tried(job: Path) -> None:
+    (job / "points_module.py").write_text(MODULE + _PLAIN_MODULE)
+    (job / "small.txt").write_text("a text\n" * 9)
+    data = "{_target_: dsjob.text.Text, source: small.txt, cache_dir: cache}"
+    code, told = validate(job, PLAIN.replace("{_target_: points_module.points}", data))
+    assert code == 2
+    assert "error[one-batch]: model._target_: the model's forward does not match the batch" in told[0]

@@ -49,9 +49,8 @@ _SHAPE = {
     "as in DeepSpeed, so changes of the section would change nothing.",
     "environment": "A document could send any environment variable anywhere, and its value would be saved and shown. "
     "Therefore only arguments of targets may read variables, except for a few harmless ones that may be used anywhere.",
-    "one-batch": "`validate --deep` calls the model, the losses and the metrics with one batch of each set if the "
-    "document says how (inputs, outputs, targets, losses, label_smoothing, metrics, generation, trainer.eval_step). A "
-    "key that the batch lacks, or a loss or metric that fails, would stop the run.",
+    "one-batch": "`validate --deep` calls the model, the losses and the metrics with one batch of each set. A key that "
+    "the batch lacks, or a model, loss or metric that fails, would stop the run.",
     "target": "The _target_ cannot be imported, or does not accept the arguments that the document gives it.",
     "remote-code": "Loading this model from a hub would download code and run it on this machine.",
     "unpinned": "Without a revision, a name on a hub can refer to different files tomorrow.",
