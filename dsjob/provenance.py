@@ -32,6 +32,12 @@ _SHOWN = re.compile(
     r"(ACCELERATE|CUBLAS|CUDA|DEEPSPEED|DS|GLOO|HF|MASTER|MKL|NCCL|OMP|PYTHON|PYTORCH|SLURM|TOKENIZERS|TORCH"
     r"|TORCHELASTIC|TORCHINDUCTOR|TRANSFORMERS|TRITON)_?[A-Z0-9_]*|LOCAL_SIZE|PATH|VIRTUAL_ENV"
 )
+# Variables that differ between attempts and change nothing: names of folders, files, jobs and ranks. PYTHONPATH is not
+# among them: it decides which code runs.
+_OF_PLACE = re.compile(
+    r"(.+_)?(CACHE|DIR|FILE|FOLDER|HOME|PATH|ROOT)|PYTHON(HISTORY|HOME|PYCACHEPREFIX)|VIRTUAL_ENV"
+    r"|(DSJOB|MASTER|SLURM|TORCHELASTIC)_.+"
+)
 # Files that usually hold secrets. Their changes are left out.
 _PRIVATE_FILES = (".env*", "*.pem", "*.key", "*.p12", "id_*", ".netrc", ".npmrc", ".pypirc", "*secret*", "*credential*")
 _ASSIGNED = re.compile(r"(?<![\w.-])(?P<name>[A-Za-z_][\w.-]*)[\"']?\s*(?::\s*\w+\s*=|[:=])")
@@ -189,7 +195,7 @@ def _hide_assigned(line: str) -> str:
 
 
 def list_differing(first: Mapping[str, Any], second: Mapping[str, Any]) -> dict[str, tuple[Any, Any]]:
-    """What differs between two records, by dotted path, without what differs between any two attempts."""
+    """What differs between two records, by dotted path, and may change how a program trains or how fast it is."""
     leaves = [dict(_list_leaves(record)) for record in (first, second)]
     paths = dict.fromkeys([*leaves[0], *leaves[1]])
     pairs = {path: (leaves[0].get(path), leaves[1].get(path)) for path in paths}
@@ -199,7 +205,7 @@ def list_differing(first: Mapping[str, Any], second: Mapping[str, Any]) -> dict[
 def _list_leaves(record: Mapping[str, Any], above: str = "") -> Iterator[tuple[str, Any]]:
     for key, value in record.items():
         path = f"{above}{key}"
-        if path in ("time", "folder") or (above == "variables." and _is_of_attempt(key)):
+        if path in ("time", "folder") or (above == "variables." and not _matters(key)):
             continue
         if isinstance(value, dict):
             yield from _list_leaves(value, f"{path}.")
@@ -207,5 +213,6 @@ def _list_leaves(record: Mapping[str, Any], above: str = "") -> Iterator[tuple[s
             yield path, value
 
 
-def _is_of_attempt(variable: str) -> bool:
-    return variable in HARMLESS or variable.startswith(("MASTER_", "SLURM_", "TORCHELASTIC_"))
+def _matters(variable: str) -> bool:
+    """Whether an environment variable is more than the name of a place, user, job or rank."""
+    return variable == "OMP_NUM_THREADS" or not (variable in HARMLESS or _OF_PLACE.fullmatch(variable))

@@ -161,6 +161,24 @@ def append_given(run_dir: str, given: Mapping[str, Any]) -> None:
     append_bytes(os.path.join(run_dir, GIVEN_NAME), json.dumps(mask_texts(record)).encode() + b"\n")
 
 
+def read_given(run_dir: str) -> Iterator[dict[str, Any]]:
+    """The records of job.jsonl, one for each start of a run. Raises StorageError if it is not a regular file."""
+    path = os.path.join(run_dir, GIVEN_NAME)
+    if os.path.lexists(path):
+        with open_read(path) as file:
+            lines = [line for _, line in read_lines_backwards(file)]
+        yield from filter(None, map(read_record, reversed(lines)))
+
+
+def read_record(line: bytes) -> dict[str, Any]:
+    """The JSON object in a line; empty if it is something else, such as a line that a kill has truncated."""
+    try:
+        record = json.loads(line)
+    except (ValueError, RecursionError):
+        return {}
+    return record if isinstance(record, dict) else {}
+
+
 def read_resolved(run_dir: str) -> dict[str, Any]:
     """The resolved document of the last run in a folder; empty if there is none."""
     return read_json(os.path.join(run_dir, RESOLVED_NAME))

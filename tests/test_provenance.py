@@ -71,6 +71,21 @@ def test_runs_are_compared_by_what_they_ran_with(tmp_path: Path) -> None:
     assert compare_runs(str(tmp_path / "a"), str(tmp_path / "b")).environment == {"packages.torch": ("1", "2")}
 
 
+def test_variables_differ_only_where_they_change_what_is_computed() -> None:
+    same = ("PATH", "USER", "SLURM_JOB_ID", "MASTER_PORT", "TORCHINDUCTOR_CACHE_DIR", "HF_HOME", "TORCH_HOME", "RANK")
+    same += ("DSJOB_FORM", "PYTHONPYCACHEPREFIX", "VIRTUAL_ENV", "CUDA_CACHE_PATH", "CUDA_PATH", "CUDA_HOME")
+    different = (
+        "NCCL_ALGO",
+        "CUBLAS_WORKSPACE_CONFIG",
+        "OMP_NUM_THREADS",
+        "PYTHONPATH",
+        "PYTHONHASHSEED",
+        "TORCH_LOGS",
+    )
+    first, second = ({"variables": dict.fromkeys((*same, *different), value)} for value in ("a", "b"))
+    assert set(provenance.list_differing(first, second)) == {f"variables.{name}" for name in different}
+
+
 def test_secrets_of_a_project_are_not_recorded(repository: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("WANDB_API_KEY", SECRETS[0])
     (repository / ".env").write_text(f"A={SECRETS[0]}\n")

@@ -5,11 +5,12 @@ from __future__ import annotations
 import json
 import math
 import os
+import sys
 import time
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import dataclass, field
-from typing import Any, Literal
+from typing import Any, Literal, get_args
 
 from dsjob import provenance, storage
 from dsjob.contract.lengths import read_length
@@ -22,6 +23,7 @@ from dsjob.run_folder import (
     RESOLVED_NAME,
     is_running,
     read_json,
+    read_record,
     read_resolved,
     read_result,
 )
@@ -101,14 +103,15 @@ def describe(folder: str) -> RunInfo:
         return RunInfo(folder, os.path.basename(os.path.abspath(folder)), "unreadable")
     if not metric:
         metric = "eval/loss" if "eval/loss" in last else "loss"
-    status: Any = "running" if is_running(folder) else result.get("status", "killed")
+    found = "running" if is_running(folder) else result.get("status", "killed")
+    status: Any = found if found in get_args(Status) else "unreadable"
     step = last.get("step", result.get("step"))
     return RunInfo(
         folder,
         str(document.get("name", "")),
         status,
         step if isinstance(step, int) else None,
-        _count_steps(get_at(document, ("trainer",)) or {}, last),
+        _count_steps(document.get("trainer"), last),
         metric,
         best,
         _as_number(last.get(metric)),
@@ -117,15 +120,18 @@ def describe(folder: str) -> RunInfo:
     )
 
 
-def _count_steps(trainer: Mapping[str, Any], last: Mapping[str, Any]) -> int | None:
-    """The steps of a whole run, of which `last` is the last record. None if tokens or time end it."""
+def _count_steps(given: Any, last: Mapping[str, Any]) -> int | None:
+    """The steps of a whole run with the section trainer `given`, of which `last` is the last record. None if tokens or
+    time end it."""
+    trainer = given if isinstance(given, Mapping) else {}
     step, epoch, batch = map(_as_number, (last.get("step"), last.get("epoch"), trainer.get("train_batch")))
     each = {"steps": 1.0, "epochs": step / epoch if step and epoch else None, "samples": 1 / batch if batch else None}
     limits = [(_as_number(trainer.get("max_steps")), "steps"), (_as_number(trainer.get("max_epochs")), "epochs")]
     with suppress(AssertionError, KeyError, TypeError, ValueError):  # unset, or damaged
         length = read_length(trainer["max_length"])
-        limits.append((length.amount, length.unit))
-    known = [amount * share for amount, unit in limits if amount is not None and (share := each.get(unit)) is not None]
+        limits.append((_as_number(length.amount), length.unit))
+    counts = [amount * share for amount, unit in limits if amount is not None and (share := each.get(unit)) is not None]
+    known = [count for count in counts if math.isfinite(count)]
     return math.ceil(round(min(known), 6)) if known else None
 
 
@@ -145,7 +151,8 @@ def read_document(folder: str) -> dict[str, Any]:
 
 
 def _as_number(value: Any) -> float | None:
-    return float(value) if isinstance(value, (int, float)) and not isinstance(value, bool) else None
+    """A finite number; None for anything else that a damaged file may hold."""
+    return float(value) if type(value) in (int, float) and abs(value) <= sys.float_info.max else None
 
 
 def _find_time(folder: str) -> float:
@@ -161,17 +168,18 @@ def _find_best(folder: str, document: Mapping[str, Any]) -> tuple[float | None, 
     wanted = get_at(document, ("checkpoint", "best"))
     if not isinstance(wanted, dict):
         return None, ""
-    metric, commits = wanted.get("metric", "eval/loss"), list_commits(folder, document)
+    metric, commits = str(wanted.get("metric", "eval/loss")), list_commits(folder, document)
     found = [value for each in commits if (value := _as_number(get_at(each, ("metrics", metric)))) is not None]
     return (min if wanted.get("mode", "min") == "min" else max)(found, default=None), metric
 
 
 def list_commits(folder: str, document: Mapping[str, Any]) -> Iterator[Any]:
     """The commit records of a run's checkpoints, if they are on this machine."""
-    commits = os.path.join(get_at(document, ("checkpoint", "dir")) or os.path.join(folder, "checkpoints"), "commits")
+    given, own = get_at(document, ("checkpoint", "dir")), os.path.join(folder, "checkpoints")
+    commits = os.path.join(given if given and isinstance(given, str) else own, "commits")
     if storage.is_local(commits) and os.path.isdir(commits):
         for name in os.listdir(commits):
-            with suppress(DsjobError, ValueError):
+            with suppress(DsjobError, ValueError, RecursionError):
                 yield json.loads(storage.read_text(os.path.join(commits, name)))
 
 
@@ -182,7 +190,7 @@ def read_last(folder: str) -> dict[str, Any]:
         return found
     with open_read(path) as file:
         for count, (_, line) in enumerate(read_lines_backwards(file)):
-            record = _parse(line)
+            record = read_record(line)
             found = {**record, **found}
             if count == _LAST or (count > 1 and {"loss", "eval/loss"} <= found.keys()):
                 break
@@ -209,15 +217,7 @@ def _sample_losses(path: str) -> list[float]:
 
 
 def _read_loss(line: bytes) -> float | None:
-    return _as_number(_parse(line).get("loss"))
-
-
-def _parse(line: bytes) -> dict[str, Any]:
-    try:
-        record = json.loads(line)
-    except ValueError:  # a line that a kill has truncated
-        return {}
-    return record if isinstance(record, dict) else {}
+    return _as_number(read_record(line).get("loss"))
 
 
 @dataclass(frozen=True)
@@ -241,7 +241,8 @@ def compare_runs(first: str, second: str) -> Compared:
     documents = [dict(_list_leaves(read_document(folder))) for folder in (first, second)]
     for document in documents:
         document.pop("output.dir", None)
-    metrics = [read_last(folder) for folder in (first, second)]
+    last = [read_last(folder) for folder in (first, second)]
+    metrics = [{name: value for name, value in each.items() if _as_number(value) is not None} for each in last]
     names = [name for name in dict.fromkeys([*metrics[0], *metrics[1]]) if name != "eta_seconds"]
     return Compared(
         {path: pair for path, pair in _pair(documents).items() if pair[0] != pair[1]},

@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 import os
-from collections.abc import Iterator, Mapping, Sequence
+import re
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -14,14 +15,18 @@ from dsjob.contract.secrets import hide_secrets
 from dsjob.errors import DsjobError, UsageError
 from dsjob.front.runs import RunInfo, list_commits, list_runs, read_document
 from dsjob.report.series import Curve, read_curves
-from dsjob.run_folder import read_result
+from dsjob.run_folder import RESOLVED_NAME, read_given, read_result
+
+# The origin of a value in a resumed run, whose document is that of the run before.
+_OF_RESUMED = re.compile(rf"(^|/){re.escape(RESOLVED_NAME)}:\d+:\d+$")
 
 
 @dataclass(frozen=True)
 class Reported:
     """A run as the report shows it.
 
-    values: of the document, by dotted path. changed: those that differ from the defaults, each with its default.
+    values: of the document, by dotted path. changed: those that somebody has set, and that differ from the defaults,
+    each with its default.
     environment: of the last attempt, see `dsjob.provenance`. checkpoints: their tags with their metrics.
     """
 
@@ -63,7 +68,7 @@ def _read(info: RunInfo) -> Reported:
         document = hide_secrets(read_document(info.folder))
         result = read_result(info.folder)
         environment = provenance.read(info.folder)
-        curves = read_curves(info.folder)
+        curves, unset = read_curves(info.folder), find_unset(read_given(info.folder))
     except DsjobError:
         if info.status != "unreadable":
             raise
@@ -73,7 +78,7 @@ def _read(info: RunInfo) -> Reported:
         info,
         curves,
         {_dot(path): value for path, value in leaves.items() if path[0] != "resolved"},
-        {_dot(path): pair for path, pair in _find_changed(document, leaves)},
+        {_dot(path): pair for path, pair in _find_changed(document, leaves) if _dot(path) not in unset},
         environment,
         _list_checkpoints(info.folder, document),
         result,
@@ -86,6 +91,20 @@ def _find_changed(document: Mapping[str, Any], leaves: Mapping[Path, Any]) -> It
         default = contract.find_at(schema, path, document).get("default")
         if path[0] != "resolved" and value != default and value not in ({}, None):
             yield path, (value, default)
+
+
+def find_unset(starts: Iterable[Mapping[str, Any]]) -> set[str]:
+    """The dotted paths of values that nobody has set: they have a default, or follow from other values. starts: the
+    records of job.jsonl, see `dsjob.run_folder.read_given`."""
+    unset: set[str] = set()
+    for start in starts:
+        origins = start.get("origins")
+        for path, origin in origins.items() if isinstance(origins, dict) else ():
+            if origin == "default" or str(origin).startswith("derived:"):
+                unset.add(path)
+            elif not _OF_RESUMED.search(str(origin)):
+                unset.discard(path)
+    return unset
 
 
 def _list_checkpoints(folder: str, document: Mapping[str, Any]) -> list[Mapping[str, Any]]:

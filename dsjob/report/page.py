@@ -10,6 +10,7 @@ import base64
 import hashlib
 import json
 import re
+import sys
 import time
 from collections.abc import Sequence
 from html import escape
@@ -51,7 +52,7 @@ def write_report(runs: Sequence[str], output: str = "report.html") -> None:
     except ImportError:
         raise DsjobError("dsjob report needs plotly", hint=how_to_install("plotly")) from None
     found = gather(runs)
-    storage.write_bytes(output, make_page(found, get_plotlyjs()).encode())
+    storage.write_bytes(output, make_page(found, get_plotlyjs()).encode(errors="replace"))
 
 
 def make_page(runs: Sequence[Reported], library: str) -> str:
@@ -164,7 +165,7 @@ def _make_axes(runs: Sequence[Reported]) -> list[dict[str, Any]]:
     axes: list[dict[str, Any]] = []
     for path in list_differing(runs)[:_AXES]:
         values = [run.values.get(path) for run in runs]
-        if all(type(value) in (int, float) for value in values):
+        if all(type(value) in (int, float) and abs(value) <= sys.float_info.max for value in values):
             axes.append({"label": path, "values": values})
         else:
             texts = [show(value) for value in values]

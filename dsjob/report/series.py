@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 import math
 import os
 from collections.abc import Mapping
@@ -10,7 +9,7 @@ from typing import Any
 
 from dsjob.errors import StorageError
 from dsjob.files import open_read
-from dsjob.run_folder import METRICS_NAME
+from dsjob.run_folder import METRICS_NAME, read_record
 
 BUCKETS = 1000  # of a curve, at most; each keeps its lowest and its highest point
 _LONGEST = 1 << 20  # bytes of a line; a longer one is no record
@@ -75,7 +74,7 @@ def read_curves(folder: str) -> dict[str, Curve]:
     with open_read(path) as raw, open(os.dup(raw.fileno()), "rb", buffering=1 << 20) as file:
         try:
             while line := file.readline(_LONGEST):
-                _add_record(curves, _parse(line))
+                _add_record(curves, read_record(line))
         except OSError as error:
             raise StorageError(f"cannot read {path}: {error.strerror}") from error
     return curves
@@ -95,11 +94,3 @@ def _add_record(curves: dict[str, Curve], record: Mapping[str, Any]) -> None:
             curve.add(step, math.nan if value is None else float(value))  # null stands for nan and inf
         except OverflowError:
             curve.not_finite += 1
-
-
-def _parse(line: bytes) -> Mapping[str, Any]:
-    try:
-        record = json.loads(line)
-    except (ValueError, RecursionError):  # a line that a kill has truncated
-        return {}
-    return record if isinstance(record, dict) else {}

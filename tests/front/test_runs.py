@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import dataclasses
 import json
 import os
+import shutil
 import signal
 import time
 from pathlib import Path
@@ -14,9 +16,12 @@ from jobs import dsjob, make_job
 from programs import DSJOB, Program, clean_env
 
 from dsjob import list_runs
+from dsjob.cli.runs import show_compared, show_runs
 from dsjob.errors import UsageError
 from dsjob.front.runs import compare_runs, describe
 from dsjob.planning.plot import spark
+from dsjob.report.gather import gather
+from dsjob.report.page import make_page
 from dsjob.run_folder import is_running, marking_running
 
 DIE = """
@@ -152,6 +157,42 @@ def test_the_best_is_that_of_the_checkpoints(tmp_path: Path) -> None:
 def test_a_run_with_damaged_files_is_listed(tmp_path: Path) -> None:
     (write_run(tmp_path / "a", 2) / "resolved.json").write_text("{")
     assert [(run.name, run.status) for run in list_runs(str(tmp_path))] == [("a", "unreadable")]
+
+
+_BAD = ("5", "[]", '"x"', "true", "1e999", "NaN", "1" + "0" * 400, "[" * 100_000, '"\\ud800"')
+
+
+@pytest.mark.parametrize("bad", _BAD, ids=lambda bad: bad[:9])
+def test_damaged_files_never_hide_other_runs(tmp_path: Path, bad: str) -> None:
+    def write(folder: Path, name: str, text: str) -> None:
+        shutil.copytree(good, folder)
+        (folder / name).parent.mkdir(parents=True, exist_ok=True)
+        (folder / name).write_text(text.replace('"BAD"', bad))
+
+    best = {"best": {"metric": "loss"}}
+    good = write_run(tmp_path / "good", 4, result={"status": "done"}, checkpoint=best)
+    trainers = [{"max_steps": "BAD"}, {"max_length": "BAD"}, {"max_length": "1e999ep"}, {"train_batch": "BAD"}, "BAD"]
+    bests = [{"best": "BAD"}, {"best": {"metric": "BAD"}}, {"best": {"mode": "BAD"}}, {**best, "dir": "BAD"}]
+    documents = ["BAD", {"name": "BAD"}, *({"trainer": each} for each in trainers)]
+    documents += [{"checkpoint": each} for each in ("BAD", *bests)]
+    for number, document in enumerate(documents):
+        write(tmp_path / f"d{number}", "resolved.json", json.dumps(document))
+    for name in ("result.json", "metrics.jsonl", "job.jsonl", "environment.jsonl", "checkpoints/commits/a.json"):
+        write(tmp_path / f"whole-{name.rpartition('/')[2]}", name, '"BAD"')
+    for key, name in (("status", "result.json"), ("step", "metrics.jsonl"), ("loss", "metrics.jsonl")):
+        write(tmp_path / f"{key}", name, json.dumps({"step": 2, "loss": 1, key: "BAD"}) + "\n")
+    write(
+        tmp_path / "commit", "checkpoints/commits/a.json", '{"tag": "BAD", "step": "BAD", "metrics": {"loss": "BAD"}}'
+    )
+    found = list_runs(str(tmp_path))
+    assert {run.folder: run.status for run in found}[str(good)] == "done"
+    assert len(found) == len(list(tmp_path.iterdir()))
+    show_runs(found, "runs")
+    json.dumps([dataclasses.asdict(run) for run in found])
+    for run in found:
+        if run.status != "unreadable":
+            show_compared(compare_runs(str(good), run.folder), "a", "b")
+    make_page(gather([str(tmp_path)]), "plotly").encode(errors="replace")
 
 
 def test_runs_are_found_below_and_the_newest_comes_first(tmp_path: Path) -> None:

@@ -12,6 +12,7 @@ from browser import CHROMIUM, Browser
 
 from dsjob import provenance
 from dsjob.cli import main
+from dsjob.report.gather import gather
 from dsjob.report.series import BUCKETS, Curve, read_curves
 
 HOSTILE = "</script><script>document.title='owned'</script><img src=x onerror=document.title='owned'>"
@@ -34,6 +35,13 @@ def write_run(folder: Path, name: str, lr: float, **document: object) -> None:
     provenance.append(str(folder), {"packages": {HOSTILE: "1.0"}, "git": {"commit": "c0ffee", "diff": f"+{HOSTILE}"}})
 
 
+def read_data(page: str) -> dict[str, Any]:
+    found = re.search(r'<script type="application/json" id="data">(.*?)</script>', page, re.DOTALL)
+    assert found
+    data: dict[str, Any] = json.loads(found[1])
+    return data
+
+
 @pytest.fixture
 def page(tmp_path: Path) -> Path:
     pytest.importorskip("plotly")
@@ -46,9 +54,7 @@ def page(tmp_path: Path) -> Path:
 
 def test_the_page_holds_the_curves_and_settings_and_escapes_names(page: Path) -> None:
     text = page.read_text()
-    found = re.search(r'<script type="application/json" id="data">(.*?)</script>', text, re.DOTALL)
-    assert found
-    data = json.loads(found[1])
+    data = read_data(text)
     assert set(data["runs"]) == {HOSTILE, "b"}
     titles = [(chart["title"], chart["unit"]) for chart in data["charts"]]
     assert titles == [("Training loss", ""), ("Learning rate", ""), (HOSTILE, ""), ("Memory: weights", "GiB")]
@@ -114,6 +120,32 @@ def test_a_browser_draws_every_curve(page: Path, tmp_path: Path, width: int, dar
         rates = "document.querySelectorAll('#curves .plot')[1]._fullLayout.yaxis.range"
         assert browser.evaluate(rates) == [0, 0.2]
         assert browser.evaluate("document.title") == "2 runs · dsjob"
+
+
+def test_settings_that_nobody_has_set_are_no_changes(tmp_path: Path) -> None:
+    trainer = {"train_batch": 64, "micro_batch": 16, "grad_accum": 4, "max_steps": 9, "log_every": 5}
+    write_run(tmp_path / "a", "a", 0.1, trainer=trainer)
+    assert {f"trainer.{key}" for key in trainer} <= gather([str(tmp_path)])[0].changed.keys()
+    first = {
+        "trainer.train_batch": "a.yaml:1:1",
+        "trainer.micro_batch": "derived: ...",
+        "trainer.grad_accum": "default",
+    }
+    resumed = {path: f"runs:a/resolved.json:{line}:5" for line, path in enumerate(first)}
+    more = {"trainer.max_steps": "command line: trainer.max_steps=9", "trainer.log_every": "default"}
+    lines = [json.dumps({"origins": origins}) for origins in (first, {**resumed, **more})]
+    (tmp_path / "a/job.jsonl").write_text("\n".join([*lines, '{"origins": {"trainer.train_batch": "def']))
+    changed = [path for path in gather([str(tmp_path)])[0].changed if path.startswith("trainer.")]
+    assert changed == ["trainer.train_batch", "trainer.max_steps"]
+
+
+def test_infinite_settings_and_broken_characters_are_shown(tmp_path: Path) -> None:
+    pytest.importorskip("plotly")
+    write_run(tmp_path / "runs/a", "a", 0.1, model={"limit": float("inf")})
+    write_run(tmp_path / "runs/b", "\ud800", 0.1, model={"limit": 1})
+    assert main(["report", str(tmp_path / "runs"), "-o", str(tmp_path / "page.html")]) == 0
+    (limit, _) = read_data((tmp_path / "page.html").read_text())["axes"]
+    assert sorted(limit["texts"]) == ["1", "inf"]
 
 
 def test_a_run_without_metrics_has_a_page(tmp_path: Path) -> None:
