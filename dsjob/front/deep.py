@@ -70,7 +70,7 @@ def _measure_text(target: Mapping[str, Any]) -> float:
     """The bytes of files that a target tokenises; inf for those that are elsewhere."""
     if target["_target_"] != "dsjob.text.Text":
         return 0
-    source = target.get("source") or next(iter(target.get("_args_") or ()), [])
+    source: Any = target.get("source") or next(iter(target.get("_args_") or ()), [])
     urls = [source] if isinstance(source, str) else source
     if not all(map(storage.is_local, urls)):
         return math.inf

@@ -156,6 +156,11 @@ def _explain_no_axes(runs: Sequence[Reported]) -> str:
     return "Not drawn: the settings of the runs are equal."
 
 
+def _is_number(value: Any) -> bool:
+    """Whether JSON and JavaScript have this number."""
+    return type(value) in (int, float) and abs(value) <= sys.float_info.max
+
+
 def _make_axes(runs: Sequence[Reported]) -> list[dict[str, Any]]:
     """The axes of the parallel coordinates: settings that differ, then the metric, null where a run has none."""
     measured = {run.info.metric: run.better for run in runs if run.metric is not None}
@@ -165,7 +170,7 @@ def _make_axes(runs: Sequence[Reported]) -> list[dict[str, Any]]:
     axes: list[dict[str, Any]] = []
     for path in list_differing(runs)[:_AXES]:
         values = [run.values.get(path) for run in runs]
-        if all(type(value) in (int, float) and abs(value) <= sys.float_info.max for value in values):
+        if all(map(_is_number, values)):
             axes.append({"label": path, "values": values})
         else:
             texts = [show(value) for value in values]

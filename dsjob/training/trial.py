@@ -66,8 +66,8 @@ def says_how(spec: JobSpec) -> bool:
 
 def _reduce(spec: JobSpec) -> JobSpec:
     """The job with small micro batches."""
-    sizes = [size and min(size, _FEW) for size in (spec.trainer.micro_batch, spec.trainer.eval_micro_batch)]
-    return replace(spec, trainer=replace(spec.trainer, micro_batch=sizes[0], eval_micro_batch=sizes[1]))
+    few = min(spec.trainer.micro_batch, _FEW)
+    return replace(spec, trainer=replace(spec.trainer, micro_batch=few, eval_micro_batch=_FEW))
 
 
 def _predicts(spec: JobSpec) -> bool:
