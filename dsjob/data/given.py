@@ -218,10 +218,12 @@ class LoaderEvaluation:
         else:
             total = self._counted
         rounds = math.ceil(total / every)
-        if share.divided and ranks > 1 and self._world.model.size == 1:
+        if ranks > 1 and self._world.model.size == 1 and (share.divided or share.length is None):
             lengths = all_gather(self._world.data, (rounds, total))
+            if not share.divided:
+                share.require_same([total for _, total in lengths])
             # All ranks must make the same number of forward passes: those of the longest loader.
-            rounds, total = max(found for found, _ in lengths), min(found for _, found in lengths)
+            rounds, total = max(each for each, _ in lengths), min(each for _, each in lengths)
         if not total:
             raise DataError(f"{share.name} ({type(share.loader).__name__}) yields no batch on at least one rank")
         return EvaluationPass(share, rounds if max_batches is None else min(rounds, max_batches))

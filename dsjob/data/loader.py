@@ -13,7 +13,7 @@ from torch.utils.data import DataLoader, IterableDataset
 from dsjob.contract.spec import Data
 from dsjob.data.batches import count_samples
 from dsjob.data.order import GroupedOrder, RankBatches, SampleOrder
-from dsjob.data.passes import Passes
+from dsjob.data.passes import Passes, require_same_length
 from dsjob.data.samples import (
     Batches,
     ByEpoch,
@@ -220,6 +220,8 @@ class EvaluationBatches:
             most = (max_batches or 2**31) * micro_batch * world.data_size
             kind, dataset = type(dataset).__name__, _take(dataset, most, name)
             length = len(dataset)
+            if world.model.size == 1:  # otherwise ranks of one model are compared, of which some may read nothing
+                require_same_length(length, world, name)
             if not length:
                 raise DataError(f"{name} ({kind}) yields no samples")
         self._samples = Samples(dataset, collate, name)

@@ -9,7 +9,7 @@ from __future__ import annotations
 import hashlib
 import io
 import pickle
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterable, Iterator, Sequence
 from itertools import chain
 from typing import Any
 
@@ -95,7 +95,7 @@ class Share:
             )
         # Compare indices if there are any: comparing batches would read and transform samples just for that.
         first = next(self.index(0), None) if self.indexed else self._peek()
-        digests = all_gather(self._world.data, _digest(first))
+        digests, lengths = zip(*all_gather(self._world.data, (_digest(first), self.length)), strict=True)
         # A batch that cannot be compared counts as different.
         same = digests[0] is not None and all(digest == digests[0] for digest in digests)
         if self.indexed and not same:
@@ -106,6 +106,17 @@ class Share:
             )
         # Different first batches on some ranks: the loader divides the data itself.
         self.divided = not same
+        if same:
+            self.require_same(lengths)
+
+    def require_same(self, batches: Sequence[int | None]) -> None:
+        """Raises DataError if ranks that take turns have different numbers of batches: one would wait for another."""
+        if len(set(batches)) > 1:
+            found = ", ".join("unknown" if each is None else f"{each:,}" for each in batches)
+            raise DataError(
+                f"{self.name} differs between ranks: the numbers of its batches are {found}",
+                hint="build the same loader on every rank; dsjob divides its batches among them",
+            )
 
     def _peek(self) -> Any:
         iterator = iter(self._start_pass(0))

@@ -88,6 +88,7 @@ def telling_what_is_kept(run_dir: str, document: Mapping[str, Any]) -> Iterator[
     writes result.json.
 
     Prints nothing for a run that fails before its first log record: it has nothing to lose, and its error is enough.
+    Writes result.json for it if the folder is new and remains, with a traceback for example.
     """
     # Compared afterwards: only what this run has added counts as its own.
     before, commits = _read_progress(run_dir), list_commits(run_dir, document)
@@ -98,6 +99,8 @@ def telling_what_is_kept(run_dir: str, document: Mapping[str, Any]) -> Iterator[
             kept = list_commits(run_dir, document)
             if kept != commits or _read_progress(run_dir) != before:
                 print(f"dsjob: {_describe_kept(run_dir, kept, commits)}", file=sys.stderr)  # noqa: T201
+                _write_failure(run_dir, error)
+            elif before is None and os.path.exists(os.path.join(run_dir, RESOLVED_NAME)):
                 _write_failure(run_dir, error)
         raise
 

@@ -56,7 +56,11 @@ def open_cache(folder: Path, build: Callable[[Path, Tell], None], source: str) -
                     unfinished = folder.with_suffix(".unfinished")
                     shutil.rmtree(unfinished, ignore_errors=True)  # of a process that was killed
                     unfinished.mkdir(mode=0o700)
-                    build(unfinished, tell)
+                    try:
+                        build(unfinished, tell)
+                    except BaseException:  # what is on a full disk would keep it full
+                        shutil.rmtree(unfinished, ignore_errors=True)
+                        raise
                     for path in unfinished.iterdir():  # durable before its name is
                         with path.open("rb") as file:
                             os.fsync(file.fileno())
@@ -72,7 +76,11 @@ def _read_cache(folder: Path) -> TokenCache:
     try:
         found = json.loads((folder / "about.json").read_text())
         tokens = _map(folder / "tokens", np.dtype(found["dtype"]))
-        return TokenCache(tokens, *(_map(folder / name, np.dtype(np.int64)) for name in ("ends", "prompts")))
+        cache = TokenCache(tokens, *(_map(folder / name, np.dtype(np.int64)) for name in ("ends", "prompts")))
+        lengths = {"tokens": len(tokens), "texts": len(cache.ends)}
+        if any(found[name] != length for name, length in lengths.items()) or len(cache.ends) != len(cache.prompts):
+            raise ValueError("a file is shorter or longer than about.json says")
+        return cache
     except (ValueError, KeyError, TypeError) as error:  # of a machine that lost power, or of another program
         raise StorageError(f"the token cache {folder} is damaged: {error}", hint="delete this folder") from error
 

@@ -103,7 +103,8 @@ def _to_values(name: str, value: Any) -> list[Any]:
         return [_to_json(name, item) for item in value]
     host = value.detach().cpu()
     values: list[Any] = host.tolist()
-    return values if not host.is_floating_point() or bool(host.isfinite().all()) else _to_json(name, values)
+    plain = not host.is_complex() and (not host.is_floating_point() or bool(host.isfinite().all()))
+    return values if plain else _to_json(name, values)
 
 
 def _to_json(name: str, value: Any) -> Any:

@@ -14,7 +14,7 @@ from ranks import run_ranks
 from torch.utils.data import BatchSampler, DataLoader, DistributedSampler, IterableDataset, RandomSampler, TensorDataset
 from torch.utils.data.sampler import WeightedRandomSampler
 
-from dsjob.data import Epochs, LoaderEvaluation, is_loader, load_training, take_loader
+from dsjob.data import Epochs, EvaluationBatches, LoaderEvaluation, is_loader, load_training, take_loader
 from dsjob.data.given import StatefulLoader
 from dsjob.data.passes import Passes
 from dsjob.errors import DataError
@@ -341,3 +341,32 @@ def end_elsewhere(world: World) -> list[str]:
 def test_passes_that_end_elsewhere_are_an_error_on_every_rank() -> None:
     for same, other in run_ranks(end_elsewhere, 2):
         assert (same, "pass 2 ended after 8 batches on rank 0, but on rank 1 after 9" in other) == ("", True)
+
+
+def evaluate_uneven(world: World) -> list[str]:
+    sizes, told = (8, 8 + 4 * world.data_rank), []
+    for size in sizes:
+        try:
+            loader = LoaderEvaluation(DataLoader(Stream(size), batch_size=2), world=world, seed=0)
+            told.append(str(sum(samples for _, samples in loader.limit(None))))
+        except DataError as error:
+            told.append(str(error))
+        try:
+            options: dict[str, Any] = {"micro_batch": 2, "world": world, "collate": None, "max_batches": None}
+            told.append(str(sum(samples for _, samples in EvaluationBatches(Stream(size), **options))))
+        except DataError as error:
+            told.append(str(error))
+    try:
+        LoaderEvaluation(DataLoader(NUMBERS[: 8 + 2 * world.data_rank], batch_size=2), world=world, seed=0)
+    except DataError as error:
+        told.append(str(error))
+    return told
+
+
+def test_streams_of_different_length_are_not_evaluated() -> None:
+    # At stage 3, ranks would wait for each other, or gather different layers.
+    for even, stream, uneven, longer, known in run_ranks(evaluate_uneven, 2):
+        assert (even, stream) == ("4", "4")
+        assert "data.eval differs between ranks: the numbers of its batches are 4, 6" in uneven
+        assert "data.eval differs between ranks: the numbers of its batches are 4, 5" in known
+        assert "data.eval differs between ranks: 8 samples on rank 0, 12 samples on rank 1" in longer

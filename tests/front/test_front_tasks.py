@@ -74,6 +74,7 @@ def test_a_folder_of_checkpoints_and_one_of_them_can_be_named(folder: Path, tmp_
 
 def test_another_set_can_be_evaluated(folder: Path, tmp_path: Path) -> None:
     changes = ["~data.eval", "+data.eval.other._target_=my_model.Data", "+data.test._target_=my_model.Data"]
+    changes.append("checkpoint.best.metric=eval/gone/loss")  # of a set that is not evaluated: nothing is chosen by it
     found = dsjob.evaluate("run", overrides=[*changes, f"output.dir={tmp_path}/out"])
     assert list(found.metrics) == ["eval/other/loss", "test/loss"]
 

@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import os
 import pty
+import shutil
 import sys
 from pathlib import Path
 
@@ -53,6 +54,16 @@ def test_prompts_are_continued_alike_on_every_number_of_ranks(run: Path, tmp_pat
         for text in PROMPTS[:2]
     ]
     assert [json.loads(done.stdout)["text"] for done in each] == [text for _, text in found[0][:2]]
+
+
+def test_a_pipelined_run_generates_without_its_stages(run: Path, tmp_path: Path) -> None:
+    shutil.copytree(run, tmp_path / "run")
+    shutil.copy(run.parent / "sentences.py", tmp_path)
+    resolved = tmp_path / "run/resolved.json"
+    resolved.write_text(json.dumps({**json.loads(resolved.read_text()), "pipeline": {"stages": 2}}))
+    words = ("--prompt", "some", "--max-new-tokens", "4")
+    done, expected = (dsjob("generate", "run", *words, cwd=folder) for folder in (tmp_path, run.parent))
+    assert (done.returncode, done.stdout) == (0, expected.stdout), done.stderr
 
 
 TEXT = "{_target_: dsjob.text.Text, source: texts.txt, cache_dir: cache}"

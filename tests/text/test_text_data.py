@@ -218,13 +218,23 @@ def test_the_cache_is_used_until_something_changes(tmp_path: Path, cache: Path) 
     assert cache.stat().st_mode & 0o077 == 0
 
 
-def test_a_damaged_cache_is_named(tmp_path: Path, cache: Path) -> None:
+@pytest.mark.parametrize(("name", "kept"), [("ends", 0), ("ends", 8), ("prompts", 8), ("tokens", 2)])
+def test_a_damaged_cache_is_named(tmp_path: Path, cache: Path, name: str, kept: int) -> None:
     path = write_texts(tmp_path, "jsonl")
     Text(path)
     (folder,) = (entry for entry in cache.iterdir() if entry.is_dir())
-    (folder / "ends").write_bytes(b"")
+    os.truncate(folder / name, kept)
     with pytest.raises(StorageError, match=f"the token cache {folder} is damaged"):
         Text(path)
+
+
+def test_a_build_that_fails_leaves_no_files(tmp_path: Path, cache: Path) -> None:
+    path = write_texts(tmp_path, "jsonl", ["good"] * 9)
+    with open(path, "a", encoding="utf-8") as file:
+        file.write("[]\n")
+    with pytest.raises(DataError, match=r":\d+ is not an object"):
+        Text(path)
+    assert not [entry for entry in cache.iterdir() if entry.is_dir()]
 
 
 BUILD = """
@@ -328,6 +338,8 @@ def test_a_huge_dataset_starts_at_once_and_is_never_loaded(tmp_path: Path, cache
         file.truncate(2 * tokens)
     for name in ("ends", "prompts"):
         np.memmap(folder / name, np.int64, "w+", shape=(samples,))[-1] = tokens if name == "ends" else 0
+    about = json.loads((folder / "about.json").read_text())
+    (folder / "about.json").write_text(json.dumps({**about, "texts": samples, "tokens": tokens}))
     script = (
         "import resource, sys; import torch; from dsjob.text import Text\n"
         "before = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss\n"

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 from pathlib import Path
 
 import pytest
@@ -39,6 +40,17 @@ def test_a_run_that_fails_after_a_log_record_keeps_its_folder(tmp_path: Path) ->
     assert dsjob("cfg.json", cwd=tmp_path).returncode == 1
     assert (tmp_path / "run/resolved.json").exists()
     assert (tmp_path / "run/metrics.jsonl").exists()
+
+
+def test_a_run_that_fails_before_its_first_log_record_says_so_where_its_folder_remains(tmp_path: Path) -> None:
+    make_job(tmp_path, callbacks={"fails": {"_target_": "my_model.Fails"}})
+    with open(tmp_path / "my_model.py", "a", encoding="utf-8") as file:
+        file.write("from dsjob import Callback\nclass Fails(Callback):\n    def on_record(self, run, record): 1 / 0\n")
+    assert dsjob("cfg.json", cwd=tmp_path).returncode == 1
+    assert (tmp_path / "run/logs/traceback-00000.txt").exists()
+    result = json.loads((tmp_path / "run/result.json").read_text())
+    assert result["status"] == "failed"
+    assert result["error"].startswith("ZeroDivisionError")
 
 
 def test_a_folder_with_an_earlier_run_stays_as_it_is(tmp_path: Path) -> None:

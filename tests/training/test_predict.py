@@ -48,7 +48,7 @@ class Odd(metric_jobs.Judged):
         scores = torch.stack([x, labels.float()], 1)
         strange = torch.where(labels == 1, torch.inf, x)
         lengths = torch.ones(len(x), len(x))  # as long as the batch
-        return {**found, "scores": scores, "strange": strange, "lengths": lengths, "total": x.sum()}
+        return {**found, "scores": scores, "strange": strange, "lengths": lengths, "total": x.sum(), "complex": x + 1j}
 
 
 def make(folder: str, **sections: Any) -> dict[str, Any]:
@@ -185,6 +185,7 @@ def test_samples_whose_order_is_not_known_are_refused(tmp_path: Path) -> None:
     ("predicted", "message"),
     [
         ({"outputs": {"x": "outputs.none"}}, "predict.outputs.x: outputs, of type dict, has no 'none', but "),
+        ({"outputs": {"x": "outputs.complex"}}, "predict.outputs.x: complex cannot be written as JSON"),
         ({"outputs": {"x": "outputs.total"}}, "x is a tensor of shape [], but the batch has 4 samples"),
         ({"outputs": {"x": "outputs.lengths"}, "format": "safetensors"}, "F32[1] in one batch, but F32[4] in another"),
     ],

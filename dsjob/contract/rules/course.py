@@ -172,6 +172,8 @@ def _generation(document: Document) -> Iterator[Finding]:
 @enter("unknown-metric", whole=True)
 def _metric(document: Document) -> Iterator[Finding]:
     """A callback that monitors a metric which is never computed waits for ever."""
+    if not _trains(document):
+        return  # neither callbacks nor the best checkpoint matter; the sets may be others than those of the training
     if read(document, "trainer.eval_step") or read(document, "trainer.parts"):
         return  # it can return any metrics; their names are not known before it runs
     data = read(document, "data", {"eval": None})
@@ -186,7 +188,7 @@ def _metric(document: Document) -> Iterator[Finding]:
     for name, callback in read(document, "callbacks", {}).items():
         if not isinstance(callback, dict):
             continue
-        if callback.get("_target_") == _EARLY_STOPPING and _trains(document):
+        if callback.get("_target_") == _EARLY_STOPPING:
             followed = callback.get("metric", "eval/loss")
             if isinstance(followed, str) and _leads_nowhere(followed, known, losses):
                 place = f"callbacks.{name}{'.metric' if 'metric' in callback else ''}"
