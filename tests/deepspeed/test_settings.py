@@ -99,6 +99,7 @@ def read_both(world: World, config: dict[str, Any]) -> tuple[dict[str, Any], dic
 
 
 @pytest.mark.slow
+@pytest.mark.full
 @pytest.mark.skipif(importlib.util.find_spec("deepspeed") is None, reason="pip install '.[deepspeed]'")
 def test_getters_give_what_deepspeeds_give() -> None:
     seen: dict[str, list[Any]] = {}

@@ -341,6 +341,7 @@ def test_what_deepspeed_does_not_do_is_told() -> None:
     assert messages[4] == "engine: deepspeed cannot divide gradients"
 
 
+@pytest.mark.full
 def test_a_job_runs_and_goes_on_by_either_engine(tmp_path: Path) -> None:
     make_job(tmp_path, zero_optimization={"stage": 2}, trainer={"train_batch": 8, "max_steps": 3, "log_every": 1})
     first = dsjob("cfg.json", "engine=deepspeed", "launch.nproc=2", cwd=tmp_path)

@@ -59,7 +59,8 @@ def run_stages(world: World, folder: str) -> list[list[dict[str, Any]]]:
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("world_size", [1, 2, pytest.param(3, marks=pytest.mark.full)])
+@pytest.mark.parametrize("world_size", [1, 2, 3])
+@pytest.mark.full("1", "3")
 def test_every_stage_gives_the_same_losses(tmp_path: Path, world_size: int) -> None:
     first, *others = run_ranks(run_stages, world_size, str(tmp_path))[0]
     for losses in others:

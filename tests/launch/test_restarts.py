@@ -125,6 +125,7 @@ def test_ranks_that_are_started_anew_resume_from_the_newest_checkpoint(
     assert read_metrics(run) == unbroken
 
 
+@pytest.mark.full
 def test_nodes_without_shared_storage_are_told_apart_before_the_first_step(tmp_path: Path, unused_port: int) -> None:
     folders = [make(tmp_path / name) for name in ("one", "two")]
     ends = torchrun(2, "checkpoint.dir=saved", port=unused_port, folders=folders, restarts=0)

@@ -6,6 +6,8 @@ import os
 import subprocess
 import sys
 
+import pytest
+
 from dsjob.programs.alias import STAND_IN, stand_in
 
 
@@ -17,6 +19,7 @@ def run(code: str, *flags: str) -> str:
     return done.stdout
 
 
+@pytest.mark.full
 def test_modules_and_classes_are_dsjobs_own_and_libraries_find_them() -> None:
     run(
         "import deepspeed, dsjob.deepspeed\n"

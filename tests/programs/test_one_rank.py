@@ -77,7 +77,9 @@ def test_the_rank_that_calls_alone_gets_an_error_that_names_the_other_ways(
     [
         pytest.param("0", "train", SAVE, "engine.save_checkpoint()", marks=pytest.mark.full),
         ("3", "end", SAVE, "engine.save_checkpoint()"),
-        ("0", "end", "engine.load_checkpoint('saved')", "engine.load_checkpoint()"),
+        pytest.param(
+            *("0", "end", "engine.load_checkpoint('saved')", "engine.load_checkpoint()"), marks=pytest.mark.full
+        ),
         pytest.param(
             *("1", "barrier", "engine.save_16bit_model('saved')", "engine.save_16bit_model()"), marks=pytest.mark.full
         ),
