@@ -24,7 +24,7 @@ from dsjob.errors import DsjobError, StorageError
 
 _BEHIND = 32 << 20  # write to disk whenever this many bytes are waiting
 _PATIENCE, _BLOCK = 15, 1 << 16  # for a document from the web: seconds in total, bytes per read
-_FREE = "free some space, or point checkpoint.dir at another disk"
+_FREE = "free some space, or choose a folder on another disk"
 _ADVICE = {EFBIG: _FREE, ENOSPC: _FREE, EDQUOT: _FREE, EROFS: "choose a folder that you can write to"}
 _CONFLICTS = 5  # tries to create a file while another creation of the same file is in progress
 

@@ -4,9 +4,10 @@ from __future__ import annotations
 
 import dataclasses
 import os
+import shlex
 import time
 import traceback
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from contextlib import contextmanager, suppress
 from typing import Any
 
@@ -48,6 +49,8 @@ from dsjob.trust.exits import refuse_exits
 from dsjob.trust.frames import needs_traceback, point_to_traceback
 from dsjob.trust.grant import Trust
 
+_EVALUATED = ("data.eval", "data.test", "metrics")  # keys that an evaluation uses and a training does not
+
 
 def run_job(job: ResolvedJob, run_dir: str, world: World, trust: Trust) -> Result:
     """Runs a resolved job on this rank. `run_dir`: the run's folder, which must exist.
@@ -76,7 +79,7 @@ def run_job(job: ResolvedJob, run_dir: str, world: World, trust: Trust) -> Resul
             if evaluates:
                 loop.finish(run)
             if finished:
-                return _say_finished(run, tasks, run_dir, display)
+                return _say_finished(run, tasks, run_dir, display, job.given)
             begun_at = run.step
             with _keeping_traceback(run, run_dir):
                 loop.train(run)
@@ -224,8 +227,8 @@ def _watch_occasions(spec: JobSpec, run_dir: str, world: World, requests: Reques
     )
 
 
-def _say_finished(run: Run, tasks: Tasks, run_dir: str, display: Display) -> Result:
-    """Reports that nothing is left to train, and runs the other tasks."""
+def _say_finished(run: Run, tasks: Tasks, run_dir: str, display: Display, given: Mapping[str, Any]) -> Result:
+    """Reports that nothing is left to train, and runs the other tasks. given: the job as it was given."""
     trainer = run.spec.trainer
     longer = train_longer(
         trainer.max_steps, trainer.max_epochs, trainer.max_length, step=run.step, epochs=_count_epochs(run)
@@ -234,7 +237,10 @@ def _say_finished(run: Run, tasks: Tasks, run_dir: str, display: Display) -> Res
     done = beyond if run.step > run.max_steps else f"step {run.step:,} of {run.max_steps:,}"
     more = tasks.evaluator is not None or tasks.predictor is not None
     undone = "nothing was trained" if run.progress.last_evaluation or more else "nothing was trained or evaluated"
-    again = f"; to evaluate it, run dsjob eval {run_dir}" if run.evaluator is not None and not more else ""
+    # The folder keeps the job that was trained, so changes of the data have to be given again.
+    words = [word for word in given.get("overrides", ()) if word.lstrip("+~").startswith(_EVALUATED)]
+    evaluation = " ".join(["dsjob eval", run_dir, *map(shlex.quote, words)])
+    again = f"; to evaluate it, run {evaluation}" if run.evaluator is not None and not more else ""
     new = "to train with other settings, set a new output.dir"
     display.say("already finished", f"{done}: {undone}; to train longer, set {longer}{again}; {new}")
     if more:

@@ -27,6 +27,8 @@ def test_a_job_of_own_code_trains_and_says_what_to_do_next(job: Path) -> None:
     losses = read_metrics(job / "run")
     assert sorted(losses) == [1, 2, 3, 4, 5, 6]
     assert losses[6] < losses[1]
+    evaluated = dsjob("run", "run", "data.eval.n=5", "optimizer.params.lr=1e-4", cwd=job)
+    assert "to evaluate it, run dsjob eval run data.eval.n=5; to train with" in evaluated.stdout, evaluated.stderr
     assert list_commits(job / "run") == ["step-00000006"]
     result = json.loads((job / "run" / "result.json").read_text())
     assert result["status"] == "done"
