@@ -291,7 +291,7 @@ def test_a_full_disk_is_named_with_what_to_do_and_leaves_no_half_file(
         storage.open_write(f"{local}/x") as file,
     ):
         file.write(b"1" * 100)
-    assert "checkpoint.dir" in caught.value.hint
+    assert "another disk" in caught.value.hint
     assert os.listdir(local) == []
 
 
