@@ -68,6 +68,32 @@ def test_rates_that_are_tensors_stay_those_tensors(tmp_path: Path) -> None:
     assert type(rates[0]) is float
 
 
+@pytest.mark.parametrize("empty", [0, 1])
+def test_groups_without_parameters_come_back_in_their_places(tmp_path: Path, empty: int) -> None:
+    """A Trainer with an adapter has one: nothing of it is trained without weight decay. Schedules know the order."""
+
+    def make() -> Engine:
+        net = build_net()
+        groups: list[dict[str, Any]] = [{"params": list(net.parameters()), "lr": 0.1, "weight_decay": 0.5}]
+        groups.insert(empty, {"params": [], "lr": 0.2})
+        optimizer = torch.optim.AdamW(groups)
+        schedule = torch.optim.lr_scheduler.LambdaLR(optimizer, lambda step: 1 / (1 + step))
+        config = {"train_micro_batch_size_per_gpu": 2}
+        return dsjob.initialize(model=net, optimizer=optimizer, lr_scheduler=schedule, config=config)[0]
+
+    saver, loader = make(), make()
+    train_engine(saver, 0, 2)
+    saver.save_checkpoint(str(tmp_path))
+    loader.load_checkpoint(str(tmp_path))
+    for engine in (saver, loader):
+        train_engine(engine, 2, 1)
+    read = [[(len(group["params"]), group["lr"]) for group in groups_of(engine)] for engine in (saver, loader)]
+    assert read[0] == read[1]
+    assert read[0][empty] == (0, 0.2 / 4)
+    states = whole_state(saver), whole_state(loader)
+    assert all(torch.equal(states[1][name], tensor) for name, tensor in states[0].items())
+
+
 def groups_of(engine: Engine) -> list[dict[str, Any]]:
     assert engine.optimizer is not None
     return engine.optimizer.param_groups

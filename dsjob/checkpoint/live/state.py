@@ -193,9 +193,9 @@ class TrainingState:
         names, groups = self._names(), values["groups"]
         ours = [[names[id(p)] for p in group["params"]] for group in self.optimizer.param_groups]
         theirs = [group["names"] for group in groups]
-        # A stage of a pipeline may have no parameter of a group.
-        kept = [group for group, own in zip(self.optimizer.param_groups, ours, strict=True) if own]
-        ours = [group for group in ours if group]
+        # A group may be empty: the one without weight decay of an adapter, or any on a stage of a pipeline.
+        before = self.optimizer.param_groups
+        ours, theirs = ([group for group in each if group] for each in (ours, theirs))
         if sorted(map(sorted, ours)) != sorted(map(sorted, theirs)):
             raise CheckpointError(
                 "the optimizer's parameters differ from those in the checkpoint",
@@ -222,13 +222,14 @@ class TrainingState:
             rest = {key: decode(value, self.device) for key, value in group.items() if key != "names"}
             ordered.append({**rest, "params": [numbers[name] for name in ours_in_group]})
         # load_state_dict replaces tensors in groups, such as a learning rate on the device.
-        empty = [group for group in self.optimizer.param_groups if not group["params"]]
-        self.optimizer.param_groups = kept
+        self.optimizer.param_groups = [group for group in before if group["params"]]
         own = [{k: v for k, v in group.items() if isinstance(v, Tensor)} for group in self.optimizer.param_groups]
         self.optimizer.load_state_dict({"state": state, "param_groups": ordered})
         for loaded, held in zip(self.optimizer.param_groups, own, strict=True):
             _fill_held(loaded, held)
-        self.optimizer.param_groups += empty
+        loaded_groups = iter(self.optimizer.param_groups)
+        # In their order, which schedules know.
+        self.optimizer.param_groups = [next(loaded_groups) if group["params"] else group for group in before]
 
     def scheduler_values(self) -> Any:
         """The schedule's state."""
