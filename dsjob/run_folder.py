@@ -86,12 +86,12 @@ def marking_running(run_dir: str) -> Iterator[None]:
 
     Does nothing where files cannot be locked, and if another process has the lock.
     """
-    path = os.path.join(run_dir, RUNNING_NAME)
+    path, process = os.path.join(run_dir, RUNNING_NAME), os.getpid()
     file = _lock(path)
     try:
         yield
     finally:
-        if file is not None:
+        if file is not None and os.getpid() == process:  # else a fork leaves the block, and the run goes on
             with suppress(OSError):
                 os.unlink(path)
             _held.discard(file.fileno())

@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import atexit
 import builtins
+import errno
 import os
 import runpy
 import sys
@@ -50,7 +51,7 @@ def main(words: Sequence[str]) -> int:
     if local_rank == "1":
         arguments.insert(0, f"--local_rank={os.environ['LOCAL_RANK']}")
     if kind == "command":
-        os.execvp(name, [name, *arguments])
+        return _become(name, arguments, folder)
     run_dir = os.environ.pop(RUN_VARIABLE, "")
     record_collectives()
     if run_dir:
@@ -65,12 +66,31 @@ def main(words: Sequence[str]) -> int:
         code = _read_code(end)
         message = f"exited with code {code}" if code else ""
     except BaseException as error:
+        if not watch.is_here:
+            return _report_fork(error, debug)
         failure = _report(error, watch, debug)
         code, message = failure.exit_code, failure.message
-    if code == 0 and watch.is_here and os.environ.get("RANK", "0") == "0":
+    if not watch.is_here:  # a process that the program has forked is no rank
+        return code
+    if code == 0 and os.environ.get("RANK", "0") == "0":
         _tell_unused()
     watch.end(code, message)
     return code
+
+
+def _become(command: str, arguments: Sequence[str], folder: str) -> int:
+    """Replaces this process by a command. Returns the exit code if the system cannot run it."""
+    try:
+        os.execvp(command, [command, *arguments])
+    except OSError as error:
+        hint = "a script begins with a line such as #!/bin/sh" if error.errno == errno.ENOEXEC else ""
+        told = UsageError(f"cannot run {command}: {error.strerror}", hint=hint)
+    failure = Failure.of(int(os.environ.get("RANK", "0")), told)
+    if folder:
+        record_failure(folder, failure)
+    else:
+        print(f"dsjob: error: {failure.message}\n  {failure.hint}".rstrip(), file=sys.stderr)  # noqa: T201
+    return failure.exit_code
 
 
 def _tell_unused() -> None:
@@ -155,6 +175,15 @@ def _report(error: BaseException, watch: guard.Guard, debug: bool) -> Failure:
     # Threads, workers or exit handlers of a program that has failed may wait for other ranks.
     threading.Thread(target=_end_late, args=(failure.exit_code,), name="dsjob-end", daemon=True).start()
     return failure
+
+
+def _report_fork(error: BaseException, debug: bool) -> int:
+    """Prints the error of a process that the program has forked. Returns its exit code. The rank itself goes on."""
+    failure = describe(int(os.environ.get("RANK", "0")), error, debug=debug)
+    print(  # noqa: T201
+        f"dsjob: error: a process forked by rank {failure.rank}: {failure.message}\n  {failure.hint}", file=sys.stderr
+    )
+    return failure.exit_code
 
 
 def _end_late(code: int) -> None:

@@ -10,7 +10,7 @@ import atexit
 import json
 import os
 from collections.abc import Iterator, Mapping
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from typing import Any, ClassVar
 
 import torch
@@ -43,7 +43,7 @@ class Recorder:
             name = CONFIG_NAME if number == 1 else f"{CONFIG_NAME}-{number}"
             text = json.dumps(hide_secrets(dict(config)), indent=2, default=str)
             storage.write_bytes(os.path.join(run_dir, f"{name}.json"), text.encode() + b"\n")
-            atexit.register(self.write)
+            atexit.register(self._write_rest, os.getpid())
 
     def add_loss(self, part: Tensor) -> None:
         """Notes a micro batch's part of the step's loss (scalar)."""
@@ -60,6 +60,12 @@ class Recorder:
         self._unread.append(({**record, **({"lr": lr[0]} if lr else {})}, [loss, norm]))
         if len(self._unread) >= self._every:
             self.write()
+
+    def _write_rest(self, process: int) -> None:
+        """Writes the last steps at exit. A fork of the process has them, too, but they are not its own."""
+        if os.getpid() == process:
+            with suppress(RuntimeError):  # the device or another rank has failed, which was reported
+                self.write()
 
     def write(self) -> None:
         """Reads the values from the device, all at once, and appends them to the file."""

@@ -206,11 +206,11 @@ def end_gloo_at_exit() -> None:
     gloo's threads free the tensors of the last collectives. If they do so after the interpreter has begun to shut
     down, Python ends them in the midst of C++, which aborts the process.
     """
-    atexit.register(_end_gloo)
+    atexit.register(_end_gloo, os.getpid())
 
 
-def _end_gloo() -> None:
-    if not dist.is_initialized():
+def _end_gloo(process: int) -> None:
+    if not dist.is_initialized() or os.getpid() != process:  # a fork has no threads of gloo, and would wait for them
         return
     if dist.get_backend() == "gloo":
         leave_world()

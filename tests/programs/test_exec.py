@@ -175,6 +175,52 @@ def test_any_command_runs_as_it_is_with_the_environment_of_a_rank(tmp_path: Path
     assert told == ["0/2 --local_rank=0 a", "1/2 --local_rank=1 a"]
 
 
+def test_a_command_that_the_system_cannot_run_is_one_error(tmp_path: Path) -> None:
+    (tmp_path / "run.sh").write_text("echo no first line\n")
+    (tmp_path / "run.sh").chmod(0o755)
+    done = execute(tmp_path, "--no_python", "./run.sh")
+    assert done.returncode == 2
+    message = "dsjob: error: cannot run ./run.sh: Exec format error\n  a script begins with a line such as #!/bin/sh\n"
+    assert done.stderr.endswith(message)
+    assert "Traceback" not in done.stderr
+
+
+FORK = """
+import deepspeed, os, sys, torch
+engine, *_ = deepspeed.initialize(
+    model=torch.nn.Linear(4, 1),
+    config={"train_micro_batch_size_per_gpu": 2, "optimizer": {"type": "SGD", "params": {"lr": 0.1}}},
+)
+for step in range(3):
+    engine.backward(engine(torch.ones(2, 4)).square().mean())
+    engine.step()
+child = os.fork()
+if child == 0:
+    DO
+assert os.waitpid(child, 0)[1] == CODE << 8
+assert os.path.exists("run/running")
+print("goes on")
+"""
+
+
+@pytest.mark.parametrize("launched", [False, True])
+@pytest.mark.parametrize(("do", "code"), [("sys.exit(3)", 3), ("raise ValueError('boom')", 1)], ids=["exit", "raise"])
+@pytest.mark.full("exit-False", "raise-False", "exit-True")
+def test_a_fork_that_comes_to_its_end_is_not_the_end_of_the_rank(
+    tmp_path: Path, do: str, code: int, launched: bool
+) -> None:
+    (tmp_path / "train.py").write_text(FORK.replace("DO", do).replace("CODE", str(code)))
+    place = {"RANK": "0", "LOCAL_RANK": "0", "WORLD_SIZE": "1"} if launched else {}
+    # A fork of a test's fork would not end as one of a new interpreter does.
+    done = dsjob("exec", "--run-dir", "run", "train.py", cwd=tmp_path, fresh=True, **place)
+    assert (done.returncode, done.stdout) == (0, "goes on\n"), done.stderr
+    assert ("a process forked by rank 0: ValueError: boom" in done.stderr) == (code == 1)
+    assert "Bad file descriptor" not in done.stderr
+    assert list(read_metrics(tmp_path / "run")) == [1, 2, 3]
+    assert len((tmp_path / "run/metrics.jsonl").read_text().splitlines()) == 3
+    assert read_result(tmp_path)["status"] == "done"
+
+
 @pytest.mark.parametrize("rank", ["0", "1"])
 def test_the_rank_that_raises_is_blamed_with_its_own_traceback_once(folder: Path, rank: str) -> None:
     done = execute(folder, "--num_gpus", "2", "train.py", "--at", rank, "--do", "raise")
