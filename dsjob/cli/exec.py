@@ -48,6 +48,7 @@ def main(arguments: list[str], debug: bool) -> int:
     program = _read_program(args)
     require_engine(args.engine)
     settings: dict[str, Any] = {"engine": args.engine, "run_dir": args.run_dir, "lenient": args.lenient}
+    settings["debug"] = debug or args.debug
     if launcher.read_world_size() is not None:
         _refuse_ranks(args)
         given = () if args.local_rank is None else (f"--local-rank={args.local_rank}",)
@@ -56,7 +57,7 @@ def main(arguments: list[str], debug: bool) -> int:
     ranks = choose_ranks(
         _count_ranks(args), args.include, args.exclude, address=args.master_addr, port=args.master_port
     )
-    return run_program(program, ranks, debug=debug or args.debug, **settings)
+    return run_program(program, ranks, **settings)
 
 
 def _tell_misplaced(args: argparse.Namespace) -> None:
@@ -105,6 +106,8 @@ def _read_program(args: argparse.Namespace) -> Program:
         if re.fullmatch(r"python[\d.]*", name):
             hint = "leave out the interpreter: dsjob exec train.py; or run any command with --no_python"
         raise UsageError(f"{name} does not exist", hint=hint)
+    if not args.module and os.path.isdir(name) and not os.path.exists(os.path.join(name, "__main__.py")):
+        raise UsageError(f"the folder {name} has no __main__.py to run", hint="give the path of a Python file")
     kind: Literal["module", "file"] = "module" if args.module else "file"
     return Program(kind, name, tuple(args.arguments), local_rank=not args.no_local_rank)
 

@@ -75,9 +75,14 @@ def read_config(args: Any, config: str | Mapping[str, Any] | None) -> tuple[dict
     given, folders, origin = _read_config(args, config)
     if os.environ.get(LENIENT):
         given, problems = leave_unknown_out(given, locate=origin.locate)
-        for problem in problems if os.environ.get("RANK", "0") == "0" else ():
-            warnings.warn(str(problem), ConfigWarning, stacklevel=4)
+        warn_of_unknown(problems)
     return given, folders, origin
+
+
+def warn_of_unknown(problems: Sequence[Problem]) -> None:
+    """Warns on rank 0 of unknown keys that were left out."""
+    for problem in problems if os.environ.get("RANK", "0") == "0" else ():
+        warnings.warn(str(problem), ConfigWarning, stacklevel=5)
 
 
 def _read_config(args: Any, config: str | Mapping[str, Any] | None) -> tuple[dict[str, Any], tuple[str, ...], Origin]:

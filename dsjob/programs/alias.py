@@ -17,8 +17,6 @@ from importlib.util import find_spec
 from pathlib import Path
 from types import ModuleType
 
-from dsjob.programs import guard
-
 STAND_IN = str(Path(__file__).parent / "stand_in")
 _ALIAS, _TARGET = "deepspeed", "dsjob.deepspeed"
 
@@ -56,8 +54,6 @@ def alias_imports() -> None:
     if not any(isinstance(finder, _Aliases) for finder in sys.meta_path):
         sys.meta_path.insert(0, _Aliases())
     import_module("dsjob.programs.origins").begin()
-    if guard.guard is not None and guard.guard.is_here:
-        import_module("dsjob.programs.recording").begin(guard.guard)
 
 
 def stand_in(environment: MutableMapping[str, str], path: list[str] | None = None) -> None:

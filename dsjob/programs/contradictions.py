@@ -12,6 +12,7 @@ import re
 import sys
 from collections.abc import Callable
 from contextlib import suppress
+from functools import cache
 from typing import Any
 
 from transformers.integrations.deepspeed import HfTrainerDeepSpeedConfig
@@ -20,11 +21,13 @@ from dsjob import document as documents
 from dsjob import storage
 from dsjob.contract import schema as contract
 from dsjob.contract.paths import get_at
+from dsjob.document import Document
 from dsjob.document.normal import settle_torch_adam
 from dsjob.document.places import describe_place
-from dsjob.errors import ConfigError, DocumentError, Problem
+from dsjob.errors import ConfigError, DocumentError, Problem, StorageError
 from dsjob.programs.origins import Told, tell_origin
 
+_MOST_BYTES = 100_000  # of a file of arguments
 _LINE = re.compile(r"- ds (\S+?)=(.*) vs hf (.*?)=(.*)", re.DOTALL)
 # The arguments from which the Trainer calculates a value.
 _PARTS = {
@@ -116,16 +119,30 @@ def _place_argument(name: str, args: Any, told: Told) -> str:
             shown = word if equals or following.startswith("--") else f"{word} {following}".rstrip()
             if _is_read_as(text or following, value):
                 return f"{shown} on the command line"
-        elif at and word.endswith((".json", ".yaml", ".yml")) and os.path.isfile(word) and word != source:
-            with suppress(DocumentError):
-                document = documents.parse(storage.read_text(word), word)
-                if name in document.value and _is_read_as(str(document.value[name]), value):
-                    return describe_place(document.locate((name,)))
+        elif at and word != source and (place := _find_in_file(word, name, value)):
+            return place
     [default] = [field.default for field in dataclasses.fields(args) if field.name == name] or [None]
     if value == default:
         return _name_default(args)
     place = describe_place((*told.line, 0))
     return place if default is not None else f"{place}, or chosen by {type(args).__name__}"
+
+
+def _find_in_file(file: str, name: str, value: Any) -> str:
+    """Where a file of arguments has an argument with this value; empty if it does not."""
+    document = _read_arguments(file)
+    if document is None or name not in document.value or not _is_read_as(str(document.value[name]), value):
+        return ""
+    return describe_place(document.locate((name,)))
+
+
+@cache
+def _read_arguments(file: str) -> Document | None:
+    """A file of arguments that the command line names. Larger files, such as training data, are not read."""
+    if file.endswith((".json", ".yaml", ".yml")) and os.path.isfile(file) and os.path.getsize(file) < _MOST_BYTES:
+        with suppress(DocumentError, StorageError):
+            return documents.parse(storage.read_text(file), file)
+    return None
 
 
 def _is_read_as(text: str, value: Any) -> bool:

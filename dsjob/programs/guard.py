@@ -100,21 +100,25 @@ class _AfterImport(MetaPathFinder):
     """Calls `install` of a module of dsjob right after the program has imported another module."""
 
     def __init__(self, awaited: str, installed: str) -> None:
-        self._awaited, self._installed = awaited, installed
+        self._awaited, self._installed, self._looks = awaited, installed, False
 
     def find_spec(
         self, fullname: str, path: Sequence[str] | None, target: ModuleType | None = None
     ) -> ModuleSpec | None:
-        if fullname != self._awaited:
+        if fullname != self._awaited or self._looks:
             return None
-        sys.meta_path.remove(self)
-        found = find_spec(fullname)
+        self._looks = True
+        try:
+            found = find_spec(fullname)
+        finally:
+            self._looks = False
         loader = found.loader if found is not None else None
         if loader is not None and guard is not None and guard.is_here:
             execute = loader.exec_module
 
             def execute_and_install(module: ModuleType) -> None:
                 execute(module)
+                sys.meta_path.remove(self)  # not before: programs also look for a module without importing it
                 import_module(self._installed).install()
 
             loader.exec_module = execute_and_install  # type: ignore[method-assign]
@@ -139,6 +143,7 @@ def begin(folder: str, run_dir: str) -> Guard:
         ("transformers.integrations.deepspeed", "contradictions"),
         ("accelerate.utils.deepspeed", "origins"),
         ("accelerate.accelerator", "process_group"),
+        ("dsjob.deepspeed", "recording"),
     ):
         name = f"{__package__}.{installed}"
         if awaited in sys.modules:  # something at the start of the interpreter, such as a .pth file, has imported it

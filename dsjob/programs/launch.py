@@ -13,6 +13,7 @@ from typing import Literal, NoReturn
 from dsjob.errors import DsjobError, UsageError, how_to_install
 from dsjob.home import find_again
 from dsjob.launch import devices, launcher
+from dsjob.launch.rank import DEBUG_VARIABLE
 from dsjob.launch.supervisor import Supervisor
 from dsjob.launch.surroundings import list_variables, make_logs, private_folder, touching_save_request
 from dsjob.programs import folder, rank
@@ -108,14 +109,16 @@ def run_program(
     return 0
 
 
-def become_rank(program: Program, *, engine: str, run_dir: str | None, lenient: bool = False) -> NoReturn:
+def become_rank(
+    program: Program, *, engine: str, run_dir: str | None, lenient: bool = False, debug: bool = False
+) -> NoReturn:
     """Replaces this process, a rank that another launcher has started, by one that runs the program."""
     where = ""
     if launcher.is_first():
         where, count = folder.create(program.name, run_dir), launcher.read_world_size() or 1
         folder.describe(where, [program.name, *program.arguments], engine, count)
         _tell_beginning(program, count, where)
-    os.environ.update(_list_own(engine, where, lenient))
+    os.environ.update(_list_own(engine, where, lenient), **{DEBUG_VARIABLE: "1" if debug else ""})
     command = program.make_command(local_rank=False)
     sys.stdout.flush()
     replace_process(command[0], command)

@@ -7,10 +7,12 @@ is checked there at once, with the place of each key. `initialize` later receive
 from __future__ import annotations
 
 import inspect
+import json
 import os
 import sysconfig
 import warnings
 from collections.abc import Callable, Mapping, Sequence
+from copy import deepcopy
 from dataclasses import dataclass
 from types import FrameType
 from typing import Any
@@ -21,6 +23,7 @@ from dsjob import storage
 from dsjob.contract import schema as contract
 from dsjob.contract.check import check_config
 from dsjob.contract.paths import Path, get_at
+from dsjob.document.bare import leave_unknown_out
 from dsjob.document.places import place_problems
 from dsjob.engine import configs
 from dsjob.engine.configs import Origin
@@ -105,7 +108,7 @@ def _require_sound(origin: Origin, counts: Callable[[Problem, bool], bool]) -> N
     written, lenient = dict(origin.written), bool(os.environ.get(configs.LENIENT))
     found = [each for each in check_config(written) if counts(each, get_at(written, each.path, None) == "auto")]
     if lenient:
-        found = [each for each in found if each.rule != "unknown-key"]  # `initialize` warns
+        found = [each for each in found if each.rule != "unknown-key"]  # a warning
     if found:
         raise ConfigError(place_problems(found, origin.locate))
 
@@ -169,6 +172,7 @@ def install() -> None:
     imported."""
     if STAND_IN not in os.environ.get("PYTHONPATH", "").split(os.pathsep):
         return  # --engine deepspeed: DeepSpeed itself judges the config
+    begin()
     from accelerate.utils.dataclasses import DeepSpeedPlugin
     from accelerate.utils.deepspeed import HfDeepSpeedConfig
 
@@ -184,10 +188,21 @@ def install() -> None:
                 hint=f"give the path of a JSON file; a relative path starts at {os.getcwd()}",
             )
         origin = read_file(named) if is_file else None
-        make(self, given)
+        try:
+            make(self, given)
+        except json.JSONDecodeError:
+            raise UsageError(
+                f"{line[0]}:{line[1]}: the DeepSpeed config {named} is not JSON, which accelerate reads",
+                hint="write it as JSON, or pass a dict",
+            ) from None
         if origin is None:
-            origin = _originate(given if isinstance(given, Mapping) else self.config, line)
+            # Libraries change the config later, and pass on the one of another HfDeepSpeedConfig.
+            origin = find_origin(given) if isinstance(given, Mapping) else _originate(deepcopy(self.config), line)
             _require_sound(origin, _stays_auto)
+        if os.environ.get(configs.LENIENT):
+            # Before accelerate looks for the values of unknown keys that are "auto".
+            self.config, problems = leave_unknown_out(self.config, locate=origin.locate)
+            configs.warn_of_unknown(problems)
         _known[self] = Told(origin, line)
 
     def set_precision_and_tell(self: Any, mixed_precision: str) -> None:

@@ -22,7 +22,7 @@ from dsjob.deepspeed import entry
 from dsjob.deepspeed.runtime import engine
 from dsjob.deepspeed.runtime.pipe import engine as pipe
 from dsjob.files import append_bytes
-from dsjob.programs.guard import Guard
+from dsjob.programs import guard, origins
 from dsjob.ranks.watchdog import position
 from dsjob.run_folder import METRICS_NAME, drop_non_finite
 
@@ -84,14 +84,14 @@ class Recorder:
 class _Recorded(engine.DeepSpeedEngine):
     """The part of an engine that records its steps. It tells the watchdog where it is."""
 
-    _guard: ClassVar[Guard]
     made: ClassVar[int] = 0  # engines of this process
 
     def __init__(self, *args: Any, **kwargs: Any) -> None:
         super().__init__(*args, **kwargs)
         _Recorded.made += 1
-        writes = self._guard.is_here and self.global_rank == 0
-        self._recorder = Recorder(self._guard.run_dir if writes else "", self.made, self.config)
+        watch = guard.guard
+        writes = watch is not None and watch.is_here and self.global_rank == 0
+        self._recorder = Recorder(watch.run_dir if watch is not None and writes else "", self.made, self.config)
 
     def run_step(self, *args: Any, **kwargs: Any) -> Tensor:
         before = self.global_steps
@@ -139,7 +139,7 @@ def _doing(what: str) -> Iterator[None]:
         position.doing = before
 
 
-def begin(guard: Guard) -> None:
-    """Records all engines that `initialize` makes from now on."""
-    _Recorded._guard = guard
+def install() -> None:
+    """Records all engines that `initialize` makes from now on. Called when dsjob.deepspeed has been imported."""
+    origins.begin()  # of a program that imports dsjob.deepspeed by this name
     entry.engine_type, entry.pipeline_type = DeepSpeedEngine, PipelineEngine

@@ -20,14 +20,17 @@ _RUNNER = os.path.join(_LIBRARY, "runpy.py")
 def describe(rank: int, error: BaseException, *, debug: bool = False) -> Failure:
     """The record of a rank whose program `error` ended. `debug`: keep the frames of dsjob.
 
-    An error that dsjob raises on purpose says what to do, so only the program's own line is added to it.
+    An error that dsjob raises on purpose says what to do, so without `debug`, only the program's own line is added.
     """
-    if not isinstance(error, DsjobError) or debug:
+    if not isinstance(error, DsjobError):
         return Failure.of(rank, error, format_traceback(error, debug=debug))
     failure = Failure.of(rank, error)
-    line = "" if isinstance(error, (Preempted, Interrupted)) else _find_own_line(error)
-    hint = "\n  ".join(text for text in (failure.hint, line and f"called at {line}") if text)
-    return replace(failure, hint=hint)
+    if debug:
+        more = format_traceback(error, debug=True)
+    else:
+        line = "" if isinstance(error, (Preempted, Interrupted)) else _find_own_line(error)
+        more = line and f"called at {line}"
+    return replace(failure, hint="\n  ".join(text for text in (failure.hint, more) if text))
 
 
 def format_traceback(error: BaseException, *, debug: bool = False) -> str:

@@ -9,7 +9,7 @@ from __future__ import annotations
 import os
 import signal
 from contextlib import AbstractContextManager
-from typing import Any
+from typing import Any, ClassVar
 
 from transformers import trainer
 from transformers.trainer_callback import TrainerCallback, TrainerControl, TrainerState
@@ -27,12 +27,14 @@ from dsjob.training.occasions import Occasions
 class SaveOnSignal(TrainerCallback):
     """Asks the Trainer for a checkpoint after the step in which any rank got a signal, and then ends the program."""
 
+    _watching: ClassVar[AbstractContextManager[None] | None] = None  # of the Trainer that trains
+
     def __init__(self) -> None:
         self._occasions: Occasions | None = None
-        self._watching: AbstractContextManager[None] | None = None
         self._stops = 0  # the signal that ends the program after the next save
 
     def on_train_begin(self, args: TrainingArguments, state: TrainerState, control: TrainerControl, **_: Any) -> None:
+        self._end()  # a program may train again after an exception, which no callback is told of
         handled = signal.getsignal(signal.SIGTERM) not in (signal.SIG_DFL, signal.SIG_IGN)
         if handled or getattr(args, "enable_jit_checkpoint", False):
             return
@@ -40,8 +42,8 @@ class SaveOnSignal(TrainerCallback):
         defaults = contract.fill_defaults({}, contract.job_schema()["properties"]["checkpoint"])
         request = os.path.join(run_dir, SAVE_REQUEST) if run_dir else None
         self._occasions = Occasions(view(Checkpoint, defaults), join_world(), request)
-        self._watching = self._occasions.watch(state.global_step)
-        self._watching.__enter__()
+        SaveOnSignal._watching = self._occasions.watch(state.global_step)
+        SaveOnSignal._watching.__enter__()
 
     def on_step_end(self, args: TrainingArguments, state: TrainerState, control: TrainerControl, **_: Any) -> None:
         if self._occasions is None:
@@ -57,15 +59,20 @@ class SaveOnSignal(TrainerCallback):
         if not self._stops:
             return
         saved = os.path.join(str(args.output_dir), f"checkpoint-{state.global_step}")
-        hint = f"to go on, run the program again with resume_from_checkpoint={saved}"
+        hint = f"to resume, run the program again with resume_from_checkpoint={saved}"
         if self._stops == signal.SIGTERM:
             raise Preempted(f"stopped by SIGTERM after saving {saved}", hint=hint)
         raise Interrupted(self._stops, f"stopped by Ctrl-C after saving {saved}", hint=hint)
 
     def on_train_end(self, args: TrainingArguments, state: TrainerState, control: TrainerControl, **_: Any) -> None:
-        if self._watching is not None:
-            self._watching.__exit__(None, None, None)
-            self._occasions = self._watching = None
+        self._end()
+
+    def _end(self) -> None:
+        """Stops watching signals, whichever Trainer has begun it."""
+        watching, SaveOnSignal._watching = SaveOnSignal._watching, None
+        if watching is not None:
+            watching.__exit__(None, None, None)
+        self._occasions = None
 
 
 def install() -> None:

@@ -130,6 +130,48 @@ def test_a_misspelt_key_with_the_value_auto_is_told_before_accelerate_looks_for_
     assert done.stderr.splitlines()[1:] == [f'{place}: {unknown}; did you mean "reduce_bucket_size"?']
 
 
+@pytest.mark.parametrize("given", ["file", "dict"])
+def test_leniently_a_misspelt_key_with_the_value_auto_is_left_out(tmp_path: Path, given: str) -> None:
+    pytest.importorskip("accelerate")
+    wrong = {**FILE, "stepz": 1, "zero_optimization": {"stage": 2, "reduce_buket_size": "auto"}}
+    config, places = (
+        ("'ds.json'", ("ds.json:8:2", "ds.json:6:3")) if given == "file" else (str(wrong), ("train.py:6",) * 2)
+    )
+    done = execute(tmp_path, ACCELERATE.replace("PLUGIN", f"hf_ds_config={config}"), "--lenient", config=wrong)
+    assert (done.returncode, done.stdout) == (0, "False\n"), done.stderr
+    expected = zip(places, ("stepz", "zero_optimization.reduce_buket_size"), strict=True)
+    told = [line.partition("left out")[0] + "left out" for line in done.stderr.splitlines()[1:]]
+    assert sorted(told) == sorted(
+        f"dsjob: {place}: warning[unknown-key]: {key}: unknown key, left out" for place, key in expected
+    )
+
+
+def test_a_config_that_is_not_json_is_told_with_the_line(tmp_path: Path) -> None:
+    pytest.importorskip("accelerate")
+    (tmp_path / "ds.yaml").write_text("zero_optimization: {stage: 2}\n")
+    done = execute(tmp_path, ACCELERATE.replace("PLUGIN", "hf_ds_config='ds.yaml'"))
+    assert done.returncode == 2
+    assert "dsjob: error: train.py:6: the DeepSpeed config ds.yaml is not JSON, which accelerate reads\n" in done.stderr
+    assert "Traceback" not in done.stderr
+
+
+AGAIN = """
+import torch, deepspeed
+from accelerate.utils.deepspeed import HfDeepSpeedConfig
+
+first = HfDeepSpeedConfig("ds.json")
+second = HfDeepSpeedConfig(first.config)  # as Trainer does to search for a batch size
+second.config["reduce_buket_size"] = first.config["reduce_bucket_size"] = 1
+deepspeed.initialize(model=torch.nn.Linear(4, 1), config=CONFIG)
+"""
+
+
+def test_a_config_that_is_read_from_another_one_has_its_place(tmp_path: Path) -> None:
+    pytest.importorskip("accelerate")
+    done = execute(tmp_path, AGAIN.replace("CONFIG", "second.config"))
+    assert "ds.json:1:1: error[unknown-key]: reduce_buket_size: unknown key; " in done.stderr
+
+
 @pytest.mark.parametrize(
     ("argument", "expected"),
     [
@@ -144,7 +186,7 @@ def test_an_accelerator_that_does_not_join_the_ranks_is_told_the_backend_to_name
     made = ACCELERATE.replace("PLUGIN)", f"zero_stage=2){argument}")
     done = execute(tmp_path, made, "--num_gpus", "2")
     assert done.returncode == 2
-    assert f"dsjob: error: train.py:6: {expected}" in done.stderr
+    assert f"train.py:6: {expected}" in done.stderr  # after "rank 0: " if the other one is late
     assert 'InitProcessGroupKwargs(backend="gloo")' in done.stderr
     assert "Traceback" not in done.stderr
 

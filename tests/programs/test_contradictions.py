@@ -127,6 +127,27 @@ def test_an_argument_whose_key_is_missing_is_told_only_if_somebody_gave_it(tmp_p
     assert "params.eps" not in done.stderr
 
 
+FROM_A_FILE = """
+import torch
+from transformers import TrainingArguments
+
+args = TrainingArguments("out", use_cpu=True, deepspeed="ds.json", weight_decay=0.3)
+args.hf_deepspeed_config.trainer_config_finalize(args, torch.nn.Linear(1, 1), 10)
+"""
+
+
+@pytest.mark.parametrize(("rows", "place"), [(1, "arguments.json:1:2"), (20_000, "train.py:5")])
+def test_files_that_the_command_line_names_are_searched_unless_they_are_large_like_training_data(
+    tmp_path: Path, rows: int, place: str
+) -> None:
+    (tmp_path / "train.py").write_text(FROM_A_FILE)
+    (tmp_path / "ds.json").write_text(json.dumps(BARE))
+    (tmp_path / "arguments.json").write_text(json.dumps({"weight_decay": 0.3, "rows": ["text"] * rows}))
+    done = dsjob("exec", "--no_local_rank", "train.py", "arguments.json", cwd=tmp_path)
+    assert done.returncode == 2
+    assert f"the program has weight_decay=0.3 ({place})" in done.stderr
+
+
 def test_a_config_file_that_does_not_exist_is_told_with_the_line(tmp_path: Path) -> None:
     (tmp_path / "train.py").write_text(
         "from transformers import TrainingArguments\n\nTrainingArguments('out', use_cpu=True, deepspeed='dz.json')\n"

@@ -383,6 +383,21 @@ def test_under_srun_an_error_of_all_ranks_is_told_by_rank_0(tmp_path: Path, text
     assert all(done.returncode == 2 for done in ranks)
 
 
+def test_under_another_launcher_too_debug_keeps_the_frames_of_dsjob(folder: Path) -> None:
+    place = {"RANK": "0", "LOCAL_RANK": "0", "WORLD_SIZE": "1"}
+    words = ("train.py", "--at", "0", "--do", "engine")
+    shown = [execute(folder, *debug, *words, **place).stderr for debug in ((), ("--debug",))]
+    assert [("Traceback" in each, "/dsjob/engine/" in each) for each in shown] == [(False, False), (True, True)]
+
+
+def test_a_program_that_imports_dsjobs_own_module_is_recorded_too(folder: Path) -> None:
+    (folder / "train.py").write_text(TRAIN.replace("import deepspeed", "import dsjob.deepspeed as deepspeed"))
+    done = execute(folder, "train.py", "--steps", "1")
+    assert done.returncode == 0, done.stderr
+    assert UNUSED not in done.stderr
+    assert list(read_metrics(folder / "run")) == [1]
+
+
 def test_under_torch_distributed_launch_the_program_gets_its_local_rank(tmp_path: Path) -> None:
     (tmp_path / "look.py").write_text("import sys; print(sys.argv[1:])")
     launch = [sys.executable, "-m", "torch.distributed.launch", "--nproc-per-node", "2", "-m", "dsjob", "exec"]
@@ -449,6 +464,7 @@ def test_an_engine_that_is_not_installed_is_refused(monkeypatch: pytest.MonkeyPa
         (["python", "train.py"], "leave out the interpreter: dsjob exec train.py"),
         (["missing"], "a module needs -m: dsjob exec -m missing"),
         (["cfg.yaml"], "run a job: dsjob cfg.yaml"),
+        (["."], "the folder . has no __main__.py to run"),
         (["-m", "missing.module"], "No module named 'missing'"),
         (["-m", "json"], "there is no module json to run"),
         (["--no_python", "no-such-command"], "there is no such command"),
