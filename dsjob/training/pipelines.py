@@ -251,7 +251,8 @@ class PipelinedStep:
         passes = engine.strategy.pipeline
         assert isinstance(passes, StagePasses)
         by = part.step.find_correction()
-        shared = passes.share([by if by is not None else torch.zeros(())] if engine.world.reports else [], 1)[0]
+        none = torch.zeros((), device=engine.device)
+        shared = passes.share([none if by is None else by] if passes.is_last else [], 1)[0]
         # Waits for the device, as the step of a loss with counts does nowhere else.
         if float(shared):
             engine.divide_gradients(shared)

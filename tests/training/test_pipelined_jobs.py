@@ -63,12 +63,15 @@ LISTED: dict[str, Any] = {
 }
 
 
+ONE_LOSS: dict[str, Any] = {**LAYERS, "losses": {"ce": {"_target_": "torch.nn.CrossEntropyLoss"}}}
+
+
 def make_document(kind: str, folder: str, **sections: Any) -> dict[str, Any]:
     data = {
         "train": {"_target_": "pipelined_models.Tokens"},
         "eval": {"_target_": "pipelined_models.Tokens", "length": 13, "seed": 1},
     }
-    own: dict[str, Any] = {"layers": LAYERS, "listed": LISTED}.get(kind) or {
+    own: dict[str, Any] = {"layers": LAYERS, "listed": LISTED, "one loss": ONE_LOSS}.get(kind) or {
         "model": {"_target_": f"pipelined_models.build_{kind}"},
         "data": data,
     }
@@ -129,6 +132,11 @@ CASES: list[Case] = [
     (2, "layers", {"pipeline": {"stages": 2}}),
     (2, "listed", {"pipeline": {"stages": 2, "partition": "uniform"}}),
     (2, "gpt2", {"pipeline": {"stages": 2}}),
+    (
+        4,
+        "one loss",
+        {"pipeline": {"stages": 2}, "tensor_parallel": {"size": 2, "plan": {"fc": "colwise", "out": "rowwise"}}},
+    ),
 ]
 MORE: list[Case] = [
     (2, "t5", {"pipeline": {"stages": 2, "schedule": "zero-bubble", "chunks": 2}}),
