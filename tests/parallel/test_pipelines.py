@@ -231,6 +231,26 @@ def test_a_simulated_gpu_gives_the_losses_of_a_cpu_without_waiting(
         assert (waited, hazards) == (waits, [])
 
 
+def watch_sent(world: World) -> int:
+    """How many tensors that were sent a rank keeps at most, in a step of 16 micro batches."""
+    engine, kept = make_engine(world, 2, micro=16, schedule=SCHEDULES["1f1b"]), [0]
+    mail = engine._passes._executor._mail
+    send = mail.send
+
+    def watch(*given: Any) -> None:
+        send(*given)
+        kept.append(len(mail._sent_by_device))
+
+    mail.send = watch
+    engine.train_batch(deal(engine.world, 16, 1))
+    return max(kept)
+
+
+@pytest.mark.skipif(find_obstacle() is not None, reason=find_obstacle() or "")
+def test_what_has_arrived_is_not_kept_on_a_gpu() -> None:
+    assert all(0 < kept <= 6 for kept in run_ranks(watch_sent, 2, library=build()))
+
+
 def leave(world: World) -> tuple[str, float]:
     """The second of three stages closes its connections between two steps, as the system does when it is killed."""
     engine = make_engine(world, 3)

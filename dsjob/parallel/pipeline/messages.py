@@ -4,10 +4,13 @@ A message is a header on the host, and one transfer per tensor. The header numbe
 receiver can allocate memory for it; a layout that is new to the receiver follows the header. So shapes may change with
 every micro batch.
 
-Sends never wait for their receiver: what is sent is kept until `finish`. With gloo, messages along different edges have
-different tags, so their order does not matter. NCCL transfers between two ranks run in the order in which both ranks
-start them. So on a GPU, a receive is started where the schedule has it, which is in the same order as the sends
-(`dsjob.pipelines.orders`). Headers travel by gloo, whose waiting does not hold up the device.
+Sends never wait for their receiver. What is sent is kept until it has arrived, or until `finish` with gloo, which does
+not tell.
+
+With gloo, messages along different edges have different tags, so their order does not matter. NCCL transfers between
+two ranks run in the order in which both ranks start them. So on a GPU, a receive is started where the schedule has it,
+which is in the same order as the sends (`dsjob.pipelines.orders`). Headers travel by gloo, whose waiting does not hold
+up the device.
 
 A stage that fails sends its neighbours an error in place of the next message, which they pass on: no stage waits for
 ever, and each names the stage that failed.
@@ -101,7 +104,8 @@ class Mail:
         self._in_order = device.type == "cuda"  # see above
         self._ids: dict[Edge, dict[_Layout, int]] = {}  # of layouts that were sent
         self._layouts: dict[Edge, list[_Layout]] = {}  # that were received
-        self._sent: list[tuple[Any, Tensor]] = []
+        self._sent: list[tuple[Any, Tensor]] = []  # from the host
+        self._sent_by_device: deque[tuple[Any, Tensor]] = deque()
         self._expected: dict[Edge, deque[Incoming]] = {}
         self._failed, self._first_tag = "", _TAGS * next(_made)
         self.count = 1
@@ -122,6 +126,9 @@ class Mail:
             places = tree_unflatten(list(range(len(layout.leaves))), layout.spec)
             known[layout], blob = number, pickle.dumps((places, layout.leaves))
         self._send_header(edge, [self.count, micro, len(blob), number], blob)
+        # Otherwise, all micro batches' activations and gradients would stay in memory until the end of the step.
+        while self._sent_by_device and self._sent_by_device[0][0].is_completed():
+            self._sent_by_device.popleft()
         for tensor in tensors:
             if tensor.numel():
                 self._start(dist.isend, _as_bytes(tensor.detach().contiguous()), edge, *self._choose(tensor.is_cpu))
@@ -132,8 +139,9 @@ class Mail:
             self._start(dist.isend, torch.frombuffer(bytearray(blob), dtype=torch.uint8), edge, _LAYOUT, self._hosts)
 
     def _start(self, call: Any, tensor: Tensor, edge: Edge, kind: int, group: Any) -> None:
+        kept = self._sent if tensor.is_cpu else self._sent_by_device
         with self._naming(edge.peer):
-            self._sent.append((call(tensor, group=group, group_dst=edge.peer, tag=self._tag(edge, kind)), tensor))
+            kept.append((call(tensor, group=group, group_dst=edge.peer, tag=self._tag(edge, kind)), tensor))
 
     def _choose(self, on_host: bool) -> tuple[int, Any]:
         """The kind of the transfer of a tensor, and its group."""
@@ -214,7 +222,8 @@ class Mail:
 
     def finish(self) -> None:
         """Waits until all sends are done. On a GPU, the device waits, not the host."""
-        sent, self._sent = self._sent, []
+        sent, self._sent = [*self._sent, *self._sent_by_device], []
+        self._sent_by_device.clear()
         for number, (work, _) in enumerate(sent):
             try:
                 work.wait()
