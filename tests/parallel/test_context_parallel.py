@@ -174,6 +174,11 @@ def refuse(world: World) -> dict[str, str]:
         block._attend = lambda x: x
     without = make_engine(with_own, (0, 2, 1))
     call("own", lambda: without(torch.zeros(1, LENGTH, dtype=torch.int64)))
+    joined = build_gpt()
+    for block in joined.blocks:
+        block._attend = lambda x: torch.nn.functional.scaled_dot_product_attention(x, x, x)
+    without_heads = make_engine(joined, (0, 2, 1))
+    call("layout", lambda: without_heads(torch.zeros(1, LENGTH, dtype=torch.int64)))
     config = {"train_batch_size": 2, "optimizer": ADAM}
     call("mesh", lambda: dsjob.initialize(model=build_gpt(), config=config, mesh_param=(2, 2)))
     assert dsjob.initialize(model=build_gpt(), config=config, mesh_param=(1, 2))[0].world.context.size == 2
@@ -186,4 +191,5 @@ def test_what_cannot_be_divided_is_refused_with_reasons() -> None:
     assert "several stacks of blocks" in told["stacks"]
     assert "it computes it with eager" in told["eager"]
     assert "its blocks do not call scaled_dot_product_attention" in told["own"]
+    assert "it is called with [1, 6, 32], not with [batch, heads, 6, features]" in told["layout"]
     assert "mesh_param=(2, 2) does not describe 2 ranks" in told["mesh"]

@@ -65,8 +65,9 @@ class Contexts:
         return regions.gather(x, DIM, self.length, self.ranks)
 
     def take_part(self, value: Tensor) -> Tensor:
-        """This rank's part of another input of a block that has one entry for each place of the sequence."""
-        if not self.divided or value.dim() != 3 or value.shape[DIM] != self.length:
+        """This rank's part of another input of a block that has one entry for each place of the sequence. Masks of
+        booleans, [batch, queries, keys], stay whole."""
+        if not self.divided or value.dim() != 3 or value.shape[DIM] != self.length or value.dtype == torch.bool:
             return value
         start, stop = cut(self.length, self.ranks.size, self.ranks.rank)
         return value.narrow(DIM, start, stop - start)
@@ -74,7 +75,15 @@ class Contexts:
     def attend(self, query: Tensor, key: Tensor, value: Tensor, *args: Any, **kwargs: Any) -> Tensor:
         """Attention over whole sequences, of this rank's heads. In and out: this rank's part, of all heads."""
         self.exchanged += 1
-        size, heads = self.ranks.size, query.shape[_HEADS]
+        size = self.ranks.size
+        for part in (query, key):
+            if part.dim() != 4 or part.shape[_PLACES] * size != self.length:
+                raise _refuse_attention(
+                    f"it is called with {list(part.shape)}, not with [batch, heads, {self.length // size}, features]",
+                    f"each rank has {self.length // size} of {self.length} places; windows, cross attention and other"
+                    " layouts cannot be divided",
+                )
+        heads = query.shape[_HEADS]
         if heads % size:
             raise UsageError(
                 f"context_parallel.size is {size}, which does not divide {heads} heads of attention",
@@ -95,10 +104,11 @@ class Contexts:
         return cast(Tensor, _Exchange.apply(found, _PLACES, _HEADS, self.ranks))  # type: ignore[no-untyped-call]
 
 
-def _refuse_attention(reason: str) -> UsageError:
+def _refuse_attention(
+    reason: str, hint: str = "for models of transformers, set attn_implementation: sdpa"
+) -> UsageError:
     return UsageError(
-        f"context_parallel: the model's attention would see only a part of a sequence: {reason}",
-        hint="for models of transformers, set attn_implementation: sdpa",
+        f"context_parallel: the model's attention would see only a part of a sequence: {reason}", hint=hint
     )
 
 
