@@ -155,6 +155,8 @@ class Engine(Saving):
         together = [b if isinstance(b, MicroBatch) else MicroBatch(*spread(b), target=b) for b in micro_batches]
         # Read now, because `step` may change it.
         scale = self.loss_scale()
+        if self.strategy.pipeline is not None:
+            self.strategy.pipeline.begin_step(self.rhythm.micro_steps)
         try:
             with drive(), self.strategy.parts("passes"):
                 losses = self.strategy.run_step(together, lambda outputs, b: self.scale(loss(outputs, b) / count))

@@ -61,6 +61,9 @@ class Pipeline(Protocol):
     def forward(self, strategy: Strategy, args: Sequence[Any], kwargs: Mapping[str, Any]) -> Any:
         """One forward pass without gradients: the model's output on the last stage, `ELSEWHERE` on the others."""
 
+    def begin_step(self, micro_steps: int) -> None:
+        """Is called before each step, with the number of micro steps that the model was trained on before."""
+
     def run_step(
         self, strategy: Strategy, micro_batches: Sequence[MicroBatch], loss: Callable[[Any, Any], Tensor]
     ) -> list[Tensor]:

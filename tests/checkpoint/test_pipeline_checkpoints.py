@@ -7,9 +7,11 @@ from typing import Any
 
 import pytest
 import torch
-from pipelines import deal, make_engine
+from pipelines import WIDTH, WORDS, deal, make_engine
 from ranks import run_ranks
+from torch import nn
 
+from dsjob.deepspeed.pipe import LayerSpec
 from dsjob.deepspeed.utils.zero_to_fp32 import get_fp32_state_dict_from_zero_checkpoint
 from dsjob.errors import CheckpointError
 from dsjob.ranks.mesh import World
@@ -84,3 +86,20 @@ def test_another_model_is_refused(tmp_path: Path) -> None:
     for told in run_ranks(refuse, 2, str(tmp_path)):
         assert "does not match the model" in told
         assert "not in the checkpoint: model.5." in told
+
+
+def drop(world: World, folder: str) -> tuple[list[float], list[float]]:
+    """Losses of a run whose layers drop activations, and of one that resumes it; only the first was evaluated."""
+    layers = [LayerSpec(nn.Embedding, WORDS, WIDTH), LayerSpec(nn.Dropout, 0.5), LayerSpec(nn.Linear, WIDTH, WORDS)]
+    engine = make(world, 2, 0, layers=layers)
+    go_on(engine, 0, 1)
+    engine.eval_batch(deal(engine.world, engine.micro_batches, 1))
+    engine.save_checkpoint(folder)
+    again = make(world, 2, 0, layers=layers)
+    again.load_checkpoint(folder)
+    return go_on(engine, 1, 2), go_on(again, 1, 2)
+
+
+def test_seeded_layers_go_on_with_the_numbers_of_their_step(tmp_path: Path) -> None:
+    for expected, resumed in run_ranks(drop, 2, str(tmp_path)):
+        assert resumed == expected

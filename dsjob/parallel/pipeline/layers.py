@@ -203,7 +203,7 @@ class LayerSequence:
     ) -> None:
         self.chunks, self.interval, self.again = chunks, interval, again
         self.seed, self.set_seed = seed, set_seed
-        self.passes = [0] * len(chunks)  # forward passes so far
+        self.passes = [0] * len(chunks)  # forward passes so far, of which each draws other numbers
 
     def __call__(self, *inputs: Any, pipe_chunk: int = 0, pipe_received: Received | None = None) -> Any:
         """The result of a chunk of layers. Its first layer is called with one argument: what the previous stage has
@@ -218,6 +218,11 @@ class LayerSequence:
             group = layers[start : start + self.interval]
             value = self.again(lambda value, group=group: self._run(group, value, round_), value)
         return value
+
+    def begin_step(self, micro_batches: int) -> None:
+        """Counts forward passes from the number of micro batches that were trained on before: a resumed run draws what
+        it would have drawn, whatever was evaluated in between."""
+        self.passes = [micro_batches] * len(self.chunks)
 
     def _run(self, layers: Sequence[tuple[int, Callable[[Any], Any]]], value: Any, round_: int) -> Any:
         for number, layer in layers:

@@ -14,7 +14,7 @@ from torch import Tensor, nn
 from dsjob.errors import UsageError
 from dsjob.optim.shards import local
 from dsjob.parallel.pipeline.executor import Executor, Inputs, Work
-from dsjob.parallel.pipeline.layers import Received
+from dsjob.parallel.pipeline.layers import LayerSequence, Received
 from dsjob.parallel.pipeline.stage import Stage
 from dsjob.parallel.strategy import ELSEWHERE, MicroBatch, Strategy
 from dsjob.pipelines.instructions import BackwardInputPass, BackwardPass, BackwardWeightPass, PipeInstruction
@@ -84,6 +84,12 @@ class StagePasses:
         steps = InferenceOrder(count, ranks.size, ranks.rank, self.stage.chunks)
         found = self._executor.run(steps, Work(given, self._compute_with(strategy), finish=finish))
         return found if self.is_last else [ELSEWHERE] * count
+
+    def begin_step(self, micro_steps: int) -> None:
+        """See `parallel.strategy.Pipeline`."""
+        layers = self.stage.module.forward
+        if isinstance(layers, LayerSequence):
+            layers.begin_step(micro_steps)
 
     def run_step(
         self, strategy: Strategy, micro_batches: Sequence[MicroBatch], loss: Callable[[Any, Any], Tensor]
