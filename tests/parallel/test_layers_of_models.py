@@ -12,7 +12,8 @@ from torch import Tensor, nn
 from dsjob import Layers
 from dsjob.deepspeed.pipe import LayerSpec, TiedLayerSpec
 from dsjob.errors import UsageError
-from dsjob.parallel.pipeline.layers import list_layers
+from dsjob.parallel.pipeline.layers import count_parameters, list_layers
+from dsjob.parallel.pipeline.measure import measure_layers
 from dsjob.parallel.pipeline.stage import cut_sequence
 
 
@@ -50,6 +51,41 @@ def test_layers_are_called_one_after_another() -> None:
     between = parts[0](ids, pipe_chunk=0)
     assert torch.equal(parts[1](between, pipe_chunk=0), expected)
     assert [sorted(dict(part.named_children())) for part in parts] == [["0", "2"], ["0", "2", "6"]]
+
+
+class Counted(nn.Linear):
+    """A layer that needs values to be built, and counts its calls in a buffer."""
+
+    def __init__(self) -> None:
+        super().__init__(int(torch.tensor(4)), 4)
+        self.register_buffer("calls", torch.zeros(()))
+
+    def forward(self, x: Tensor) -> Tensor:
+        self.calls += 1
+        return super().forward(x)
+
+
+def test_layers_that_are_looked_at_or_measured_stay_as_they_were() -> None:
+    built = Counted()
+    layers = list_layers([built, LayerSpec(Counted), LayerSpec(nn.Linear, 4, 4)])
+    before = torch.get_rng_state()
+    assert count_parameters(layers) == [20, 20, 20]
+    assert len(measure_layers(layers, (torch.ones(2, 4),), torch.device("cpu"))) == 3
+    assert torch.equal(torch.get_rng_state(), before)
+    assert (float(built.calls), built.weight.grad) == (0, None)
+
+
+def test_modules_that_share_a_parameter_must_be_on_one_stage() -> None:
+    def cut(bound: int) -> dict[str, tuple[int, ...]]:
+        model = nn.Sequential(nn.Embedding(7, 4), nn.Linear(4, 4), nn.Linear(4, 7, bias=False))
+        model[2].weight = model[0].weight
+        return dict(cut_sequence(model, list_layers(model), [0, bound, 3], rank=0, ranks=2).owners)
+
+    with pytest.raises(UsageError) as found:
+        cut(2)
+    assert found.value.message.startswith("layers 0 and 2 of the pipeline share a parameter (weight is weight)")
+    assert 'dsjob.Layers as {"tied": 0}' in found.value.hint
+    assert cut(3)["0.weight"] == (0,)
 
 
 def test_several_inputs_are_a_tuple() -> None:

@@ -173,13 +173,24 @@ def count_parameters(layers: Sequence[Layer]) -> list[int]:
 
 
 def _count(layer: Layer) -> int:
-    made = layer.made[0] if layer.made else None
-    if made is None:
-        with torch.device("meta"), torch.random.fork_rng():
-            made = layer.make()
+    made = look_at(layer)
     if not isinstance(made, nn.Module):
         return 0
     return sum(parameter.numel() for parameter in made.parameters() if parameter.requires_grad)
+
+
+def look_at(layer: Layer) -> Any:
+    """A layer whose values do not matter: on the meta device, unless it is built already or needs values to be built.
+    Draws no random numbers."""
+    if layer.made:
+        return layer.made[0]
+    used = torch.cuda.is_initialized()  # type: ignore[no-untyped-call]
+    with torch.random.fork_rng([torch.cuda.current_device()] if used else []):
+        try:
+            with torch.device("meta"):
+                return layer.make()
+        except Exception:  # for example, it reads a number from a tensor
+            return layer.make()
 
 
 Recompute = Callable[..., Any]  # (function, *inputs) -> its result; as in dsjob.checkpointing.checkpoint

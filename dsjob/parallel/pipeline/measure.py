@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import copy
 import time
+from collections import Counter
 from collections.abc import Sequence
 from typing import Any
 
@@ -17,13 +19,18 @@ from dsjob.torch_private import tree_map_only
 
 def measure_layers(layers: Sequence[Layer], args: Sequence[Any], device: torch.device) -> list[float]:
     """The seconds of a forward and backward pass of each layer. args: what the first one is called with, several as a
-    tuple."""
+    tuple.
+
+    Only one layer at a time is on the device, besides tied ones that come again. Layers that are built already are left
+    as they were.
+    """
     made: dict[str, Any] = {}
+    left = Counter(layer.name for layer in layers)
     seconds, value = [], to_device(args[0] if len(args) == 1 else tuple(args), device)
-    with torch.random.fork_rng(), torch.enable_grad():
+    with torch.random.fork_rng([device] if device.type == "cuda" else []), torch.enable_grad():
         for layer in layers:
             if layer.name not in made:
-                built = layer.made[0] if layer.made else layer.make()
+                built = copy.deepcopy(layer.made[0]) if layer.made else layer.make()
                 made[layer.name] = built.to(device) if isinstance(built, nn.Module) else built
             own = made[layer.name]
             times = []
@@ -35,9 +42,10 @@ def measure_layers(layers: Sequence[Layer], args: Sequence[Any], device: torch.d
                     torch.autograd.backward(reached, [torch.ones_like(tensor) for tensor in reached])
                 times.append(_read_clock(device) - started)
             seconds.append(min(times))
-            if isinstance(own, nn.Module):
-                own.zero_grad(set_to_none=True)
             value = _detach(outputs)
+            left[layer.name] -= 1
+            if not left[layer.name]:
+                del made[layer.name]
     return seconds
 
 

@@ -8,10 +8,10 @@ from functools import partial
 from itertools import pairwise
 from typing import Any
 
-import torch
 from torch import nn
 
-from dsjob.parallel.pipeline.layers import Layer, LayerSequence, Recompute
+from dsjob.errors import UsageError
+from dsjob.parallel.pipeline.layers import Layer, LayerSequence, Recompute, look_at
 
 
 @dataclass(frozen=True)
@@ -48,7 +48,7 @@ def cut_sequence(
     """Leaves of a sequence, in `module`, only the layers of one rank. Builds layers that are not built yet.
 
     bounds: the first layer of each part; part p belongs to rank p % ranks. build: (number, layer) -> the layer. Others:
-    see LayerSequence.
+    see LayerSequence. Raises UsageError for a parameter that layers on different stages share.
     """
     parts = [range(start, end) for start, end in pairwise(bounds)]
     own = parts[rank::ranks]
@@ -61,6 +61,7 @@ def cut_sequence(
         layer = layers[number]
         if layer.name not in made:
             made[layer.name] = layer.made[0] if layer.made else (build or _build)(number, layer)
+    _require_own_parameters(layers, holders)
     names: dict[str, tuple[int, ...]] = {}
     for layer in layers:
         there = tuple(sorted(holders[layer.name]))
@@ -77,6 +78,22 @@ def cut_sequence(
     return Stage(module, names, len(own), kinds=kinds, bounds=bounds)
 
 
+def _require_own_parameters(layers: Sequence[Layer], holders: Mapping[str, set[int]]) -> None:
+    """Raises UsageError for built layers that share a parameter on different stages, where it would become two."""
+    users: dict[int, tuple[int, str]] = {}  # by id of a parameter: the first layer with it, and its name there
+    for number, layer in enumerate(layers):
+        built = layer.made[0] if layer.made else None
+        for name, parameter in built.named_parameters() if isinstance(built, nn.Module) else ():
+            first, known = users.setdefault(id(parameter), (number, name))
+            if holders[layers[first].name] != holders[layer.name]:
+                raise UsageError(
+                    f"layers {first} and {number} of the pipeline share a parameter ({known} is {name}), but are on"
+                    " different stages",
+                    hint=f'list layer {first} a second time, in dsjob.Layers as {{"tied": {first}}}, or use'
+                    " TiedLayerSpec in a PipelineModule",
+                )
+
+
 def _build(number: int, layer: Layer) -> Any:
     return layer.make()
 
@@ -88,8 +105,5 @@ def _bind(layer: Layer, made: Mapping[str, Any]) -> Callable[[Any], Any]:
 
 def list_names(layer: Layer, made: Any = None) -> list[str]:
     """The names of a layer's parameters. Builds it without memory, unless it is built."""
-    made = made if made is not None else layer.made[0] if layer.made else None
-    if made is None:
-        with torch.device("meta"), torch.random.fork_rng():
-            made = layer.make()
+    made = made if made is not None else look_at(layer)
     return [name for name, _ in made.named_parameters()] if isinstance(made, nn.Module) else []
