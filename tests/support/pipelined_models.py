@@ -23,10 +23,10 @@ def build_gpt2(layers: int = 4) -> nn.Module:
     return GPT2LMHeadModel(GPT2Config(n_embd=16, n_layer=layers, n_head=2, n_positions=16, **off, **SMALL))
 
 
-def build_llama(layers: int = 4) -> nn.Module:
+def build_llama(layers: int = 4, heads: int = 2) -> nn.Module:
     from transformers import LlamaConfig, LlamaForCausalLM
 
-    sizes = {"hidden_size": 16, "intermediate_size": 32, "num_hidden_layers": layers, "num_attention_heads": 2}
+    sizes = {"hidden_size": 16, "intermediate_size": 32, "num_hidden_layers": layers, "num_attention_heads": heads}
     return LlamaForCausalLM(LlamaConfig(**sizes, **SMALL))
 
 

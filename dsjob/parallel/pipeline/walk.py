@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import copy
 from collections.abc import Callable, Mapping
+from types import MethodType
 from typing import Any
 
 import torch
@@ -148,13 +149,13 @@ def take_part(model: nn.Module, cut: Cut, *, rank: int, ranks: int) -> Stage:
     called = {name: {part for call, part in zip(cut.calls, cut.part_of, strict=True) if call == name} for name in units}
     for name, unit in units.items():
         if called[name] & set(own):
-            unit.forward = _bind(walk, name, unit.forward)
+            unit.forward = Counted(walk, name, unit.forward)
             continue
         absent = Absent()
         for below, parameter in list(unit.named_parameters(remove_duplicate=False)):
             if names[id(parameter)] in kept:
                 _register(absent, below, parameter)
-        absent.forward = _bind(walk, name, None)
+        absent.forward = Counted(walk, name, None)
         absent.stand_for(walk.twin(name))
         for parent, key in places[id(unit)]:
             replace_child(parent, key, absent)
@@ -165,11 +166,24 @@ def take_part(model: nn.Module, cut: Cut, *, rank: int, ranks: int) -> Stage:
     return Stage(model, owners, len(own), takes_batch=True, kinds=kinds)
 
 
-def _bind(walk: Walk, name: str, forward: Callable[..., Any] | None) -> Callable[..., Any]:
-    def call(*args: Any, **kwargs: Any) -> Any:
-        return walk.call(name, forward, args, kwargs)
+class Counted:
+    """The `forward` of a unit, which the walk counts. own: the unit's; None if it is on other stages."""
 
-    return call
+    def __init__(self, walk: Walk, name: str, own: Callable[..., Any] | None) -> None:
+        self._walk, self._name, self.own = walk, name, own
+
+    def __call__(self, *args: Any, **kwargs: Any) -> Any:
+        return self._walk.call(self._name, self.own, args, kwargs)
+
+
+def replace_forward(module: nn.Module, forward: Callable[..., Any]) -> None:
+    """Makes a module compute by another function of itself and its inputs. In a pipeline, its calls stay counted."""
+    # A bound method, so that a copy of the module calls it with its own weights.
+    bound, counted = MethodType(forward, module), vars(module).get("forward")
+    if isinstance(counted, Counted):
+        counted.own = bound
+    else:
+        module.forward = bound
 
 
 def _copy_to_meta(module: nn.Module) -> nn.Module:

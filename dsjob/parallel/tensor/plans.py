@@ -15,6 +15,7 @@ from typing import Any, NamedTuple
 from torch import nn
 
 from dsjob.errors import UsageError
+from dsjob.parallel.pipeline.walk import Absent
 from dsjob.parallel.tensor.styles import read_features
 
 STYLES = (
@@ -136,10 +137,12 @@ def divide_vocabulary(model: nn.Module, chosen: Plan) -> dict[str, Choice]:
 
 
 def match(model: nn.Module, plan: Plan) -> dict[str, Choice]:
-    """The choice for each module that a pattern matches, by its name."""
+    """The choice for each module that a pattern matches, by its name. Leaves out those of other pipeline stages."""
     patterns = [(_compile(pattern), choice) for pattern, choice in plan.items()]
     found = {}
-    for name, _ in model.named_modules():
+    for name, module in model.named_modules():
+        if isinstance(module, Absent):
+            continue
         choice = next((choice for pattern, choice in patterns if pattern.search(name)), None)
         if name and choice is not None:
             found[name] = choice

@@ -16,7 +16,6 @@ A `colwise` embedding is divided by its columns.
 from __future__ import annotations
 
 from collections.abc import Callable
-from types import MethodType
 from typing import Any, NamedTuple
 
 import torch
@@ -24,6 +23,7 @@ from torch import Tensor, nn
 from torch.nn import functional as F
 
 from dsjob.errors import UsageError
+from dsjob.parallel.pipeline.walk import replace_forward
 from dsjob.parallel.tensor import regions
 from dsjob.parallel.tensor.sequences import Sequences
 from dsjob.parallel.tensor.streams import Streams
@@ -171,8 +171,7 @@ def rowwise(module: nn.Module, place: Place, *, splits: bool = False) -> None:
         bias = module.bias
         return y if bias is None else y + bias.to(y.dtype)
 
-    # A bound method, so that a copy of the module calls it with its own weights.
-    module.forward = MethodType(forward, module)
+    replace_forward(module, forward)
 
 
 def divide_rows(module: nn.Embedding, place: Place) -> None:
@@ -189,8 +188,7 @@ def divide_rows(module: nn.Embedding, place: Place) -> None:
         own = F.embedding((indices - start).masked_fill(others, 0), module.weight, own_padding)
         return regions.add_up(own.masked_fill(others[..., None], 0.0), ranks)
 
-    # A bound method, so that a copy of the module calls it with its own weights.
-    module.forward = MethodType(forward, module)  # type: ignore[method-assign]
+    replace_forward(module, forward)
 
 
 def _require_linear(module: nn.Module, place: Place) -> tuple[Features, Tensor]:
