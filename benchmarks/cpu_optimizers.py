@@ -2,10 +2,13 @@
 
     python -m benchmarks.cpu_optimizers [--rounds 15] [--json benchmarks/results/cpu_optimizers.json]
 
-The sides take turns in an order that reverses every round, in one process with all cores. Times are medians over the
-rounds; a ratio is the median over rounds of dsjob's time divided by the other's. `memory` is a product in place that
-moves as many bytes as the step has to. Its ratio is the fraction of the bandwidth that dsjob reaches, which should be
-at least 0.85 where the state exceeds the caches. DeepSpeed's optimizers are compiled when they are first used.
+The sides take turns in one process with all cores. Before its turn, a side's state is evicted from the caches, as the
+passes of a training step do: otherwise a side that follows itself would find its state there, and its rivals would not.
+It then steps twice: `cold`, and `warm`, which matters for what fits into the caches. Times are medians over the rounds;
+a ratio is the median over rounds of dsjob's time divided by the other's. Every few rounds, all state moves to new
+memory, since a step's speed depends on where its pages are. `memory` is a product in place that moves as many bytes as
+the step has to. Its ratio is the fraction of the bandwidth that dsjob reaches, which should be at least 0.85 where the
+state exceeds the caches. DeepSpeed's optimizers are compiled when they are first used.
 """
 
 from __future__ import annotations
@@ -26,6 +29,8 @@ from dsjob.ops import cpu_optimizers as kernels
 
 SIZES = (10**6, 10**7, 10**8)
 PARTS = (1, 100)  # parameters that the elements are divided into
+CACHES = 128 << 20  # bytes, more than the caches of this machine's cores
+PLACED = 3  # rounds with the same memory
 # Bytes per element that a step reads and writes: fp32 weights, gradients and state.
 BYTES = {"adamw": 28, "lion": 20, "adagrad": 20}
 Step = Callable[[], Any]
@@ -81,53 +86,73 @@ def make_product(name: str, elements: int) -> Step:
     return lambda: multiply(1.0)
 
 
-def measure(sides: dict[str, Step], rounds: int) -> dict[str, list[float]]:
-    """Milliseconds of each side in each round."""
-    times: dict[str, list[float]] = {name: [] for name in sides}
-    for number in range(rounds + 2):
-        order = list(sides) if number % 2 else list(reversed(sides))
-        for name in order:
-            began = time.perf_counter()
-            sides[name]()
-            times[name].append((time.perf_counter() - began) * 1e3)
-    return {name: found[2:] for name, found in times.items()}  # the first rounds create state and fill caches
+def evict(buffer: Tensor) -> None:
+    """Reads more than the caches hold, on all cores."""
+    buffer.sum()
+
+
+def measure(make_sides: Callable[[], dict[str, Step]], rounds: int) -> dict[str, dict[str, list[float]]]:
+    """Milliseconds of each side in each round, cold and warm."""
+    times: dict[str, dict[str, list[float]]] = {"cold": {}, "warm": {}}
+    buffer = torch.ones(CACHES // 4)
+    for number in range(rounds):
+        if number % PLACED == 0:
+            sides: dict[str, Step] = {}  # frees the old memory first
+            sides = make_sides()
+            for step in sides.values():
+                step()  # creates state
+        order = list(sides)
+        order = order[number % len(order) :] + order[: number % len(order)]
+        for name in order if number % 2 else reversed(order):
+            evict(buffer)
+            for state in times:
+                began = time.perf_counter()
+                sides[name]()
+                times[state].setdefault(name, []).append((time.perf_counter() - began) * 1e3)
+    return times
 
 
 def compare(name: str, elements: int, parts: int, rounds: int, with_deepspeed: bool) -> dict[str, Any]:
     """One cell: median milliseconds of each side, and dsjob's ratio to each other side."""
-    sides = {"dsjob": make_ours(name, elements, parts), "memory": make_product(name, elements)}
-    others = {"torch": make_torch(name, elements, parts)}
-    if with_deepspeed:
-        others["deepspeed"] = make_deepspeed(name, elements, parts)
-    sides |= {side: step for side, step in others.items() if step is not None}
-    times = measure(sides, rounds)
-    ratios = {
-        side: statistics.median(ours / theirs for ours, theirs in zip(times["dsjob"], found, strict=True))
-        for side, found in times.items()
-        if side not in ("dsjob", "memory")
-    }
-    return {
-        "optimizer": name,
-        "elements": elements,
-        "parameters": parts,
-        "ms": {side: statistics.median(found) for side, found in times.items()},
-        "ratio": ratios,
-        "bandwidth": statistics.median(m / o for m, o in zip(times["memory"], times["dsjob"], strict=True)),
-    }
+
+    def make_sides() -> dict[str, Step]:
+        sides: dict[str, Step | None] = {
+            "dsjob": make_ours(name, elements, parts),
+            "memory": make_product(name, elements),
+            "torch": make_torch(name, elements, parts),
+            "deepspeed": make_deepspeed(name, elements, parts) if with_deepspeed else None,
+        }
+        return {side: step for side, step in sides.items() if step is not None}
+
+    cell: dict[str, Any] = {"optimizer": name, "elements": elements, "parameters": parts}
+    for state, times in measure(make_sides, rounds).items():
+        ratios = {
+            side: statistics.median(ours / theirs for ours, theirs in zip(times["dsjob"], found, strict=True))
+            for side, found in times.items()
+            if side != "dsjob"
+        }
+        bandwidth = 1 / ratios.pop("memory")
+        ms = {side: statistics.median(found) for side, found in times.items()}
+        cell[state] = {"ms": ms, "ratio": ratios, "bandwidth": bandwidth}
+    return cell
 
 
 def show(cells: list[dict[str, Any]]) -> str:
     """The cells as a Markdown table."""
     lines = [
-        "| optimizer | elements | parameters | dsjob, ms | to torch | to DeepSpeed | of memory's rate |",
-        "|---|---|---|---|---|---|---|",
+        "| optimizer | elements | parameters | caches | dsjob, ms | to torch | to DeepSpeed | of memory's rate |",
+        "|---|---|---|---|---|---|---|---|",
     ]
     for cell in cells:
-        ratios = [f"{cell['ratio'][side]:.2f}" if side in cell["ratio"] else "-" for side in ("torch", "deepspeed")]
-        lines.append(
-            f"| {cell['optimizer']} | {cell['elements']:.0e} | {cell['parameters']} | {cell['ms']['dsjob']:.2f} "
-            f"| {ratios[0]} | {ratios[1]} | {cell['bandwidth']:.2f} |"
-        )
+        for state in ("cold", "warm"):
+            found = cell[state]
+            ratios = [
+                f"{found['ratio'][side]:.2f}" if side in found["ratio"] else "-" for side in ("torch", "deepspeed")
+            ]
+            lines.append(
+                f"| {cell['optimizer']} | {cell['elements']:.0e} | {cell['parameters']} | {state} "
+                f"| {found['ms']['dsjob']:.2f} | {ratios[0]} | {ratios[1]} | {found['bandwidth']:.2f} |"
+            )
     return "\n".join(lines)
 
 
