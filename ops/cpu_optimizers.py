@@ -47,7 +47,7 @@ def adam_(
         *(weights, gradients, averages, squares, copies, steps),
         *(rate, *betas, eps, decay, decoupled, bias_correction, gradient_factor),
     )
-    _tell_autograd(weights)
+    _tell_autograd([*weights, *copies])
 
 
 def lion_(
@@ -63,7 +63,7 @@ def lion_(
 ) -> None:
     """Chen et al. 2023. An element whose averaged gradient is 0 only decays."""
     torch.ops.dsjob.cpu_lion_(weights, gradients, averages, copies, rate, *betas, decay, gradient_factor)
-    _tell_autograd(weights)
+    _tell_autograd([*weights, *copies])
 
 
 def adagrad_(
@@ -79,7 +79,7 @@ def adagrad_(
 ) -> None:
     """Duchi et al. 2011. rates: of each parameter, since they may decay with its steps."""
     torch.ops.dsjob.cpu_adagrad_(weights, gradients, sums, copies, rates, eps, decay, gradient_factor)
-    _tell_autograd(weights)
+    _tell_autograd([*weights, *copies])
 
 
 def lamb_average_(
@@ -118,4 +118,4 @@ def lamb_apply_(
 ) -> None:
     """The second half: subtracts `rates` times the updates."""
     torch.ops.dsjob.cpu_lamb_apply_(weights, averages, squares, copies, rates, eps, eps_inside_root, decay)
-    _tell_autograd(weights)
+    _tell_autograd([*weights, *copies])

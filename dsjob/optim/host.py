@@ -8,8 +8,9 @@ nothing.
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
+from functools import cache
 from typing import Any
-from weakref import WeakSet
+from weakref import WeakKeyDictionary
 
 import torch
 from torch import Tensor
@@ -24,38 +25,61 @@ from dsjob.optim.shards import local
 
 WORTHWHILE = 10_000_000  # elements: a step over fewer takes milliseconds, which do not pay for compiling the kernels
 
-Update = Callable[[Optimizer, Sequence[Tensor], dict[str, Any]], None]
+# What to call with an optimizer, some of its parameters, their group, and a factor of their gradients.
+Update = Callable[[Optimizer, Sequence[Tensor], dict[str, Any], float], None]
 
-_native: WeakSet[Optimizer] = WeakSet()  # those that `take_step` steps with kernels
+# Those that `take_step` steps with kernels, and the factor of the gradients of the next step.
+_factors: WeakKeyDictionary[Optimizer, float] = WeakKeyDictionary()
 
 
 def prefer_kernels(optimizer: Optimizer) -> None:
     """Makes `take_step` use the kernels, which must be loaded. `optimizer`: one that `can_step_on_host`."""
-    _native.add(optimizer)
+    _factors[optimizer] = 1.0
+
+
+def prefers_kernels(optimizer: Optimizer | None) -> bool:
+    """Whether `prefer_kernels` was called for it."""
+    return optimizer is not None and optimizer in _factors
+
+
+def set_factor(optimizer: Optimizer, factor: float) -> None:
+    """Makes `take_step` multiply gradients by `factor`, until this is called again. The kernels do so as they read
+    gradients, which saves a pass over them. `optimizer`: one that `prefers_kernels`."""
+    _factors[optimizer] = factor
+
+
+def get_factor(optimizer: Optimizer) -> float:
+    """What `set_factor` has set."""
+    return _factors[optimizer]
 
 
 def take_step(optimizer: Optimizer) -> None:
     """Steps `optimizer`: with kernels, where `prefer_kernels` was called for it."""
-    if optimizer in _native and is_plain(optimizer):  # hooks may have been added since
-        _step_on_host(optimizer)
+    factor = _factors.get(optimizer)
+    if factor is not None and is_plain(optimizer):  # hooks may have been added since
+        _step_on_host(optimizer, factor)
     else:
+        _multiply(optimizer, 1.0 if factor is None else factor)
         step_own_parts(optimizer)
 
 
 @torch.no_grad()
-def _step_on_host(optimizer: Optimizer) -> None:
-    update = KERNELS[type(optimizer)]
+def _step_on_host(optimizer: Optimizer, factor: float) -> None:
+    kind: Any = type(optimizer)
+    update = _find_update(kind)
+    assert update is not None
     stepped: list[tuple[Tensor, Tensor | None]] = []
     for group in filter(_is_usual, optimizer.param_groups):
         own = [parameter for parameter in group["params"] if _is_ready(parameter)]
         if own:
-            update(optimizer, own, group)
+            update(optimizer, own, group, factor)
         stepped += [(parameter, parameter.grad) for parameter in own]
     # The optimizer skips parameters without a gradient. Its `step` is called even if there are no others, since
     # schedules count its calls.
     for parameter, _ in stepped:
         parameter.grad = None
     try:
+        _multiply(optimizer, factor)
         step_own_parts(optimizer)
     finally:
         for parameter, gradient in stepped:
@@ -64,7 +88,31 @@ def _step_on_host(optimizer: Optimizer) -> None:
 
 def can_step_on_host(optimizer: Optimizer) -> bool:
     """Whether the kernels compute what this optimizer computes, on parameters that are on the host."""
-    return type(optimizer) in KERNELS and is_plain(optimizer) and any(map(_is_usual, optimizer.param_groups))
+    kind: Any = type(optimizer)
+    known = _find_update(kind) is not None
+    return known and is_plain(optimizer) and any(map(_is_usual, optimizer.param_groups))
+
+
+@cache
+def _find_update(kind: Any) -> Update | None:
+    """The update of a class in KERNELS, or of a subclass that only adds a constructor, such as DeepSpeed's names."""
+    for base in kind.__mro__:
+        if base in KERNELS:
+            return KERNELS[base]
+        if any(not name.startswith("__") for name in vars(base)):
+            return None  # it may change the update
+    return None
+
+
+@torch.no_grad()
+def _multiply(optimizer: Optimizer, factor: float) -> None:
+    """Multiplies all gradients in place."""
+    if factor == 1.0:
+        return
+    for group in optimizer.param_groups:
+        for parameter in group["params"]:
+            if parameter.grad is not None:
+                local(parameter.grad).mul_(factor)
 
 
 def _is_ready(parameter: Tensor) -> bool:
@@ -105,7 +153,7 @@ def _averages(states: Sequence[dict[str, Any]], parameters: Sequence[Tensor]) ->
     return [local(state["exp_avg"]) for state in states], [local(state["exp_avg_sq"]) for state in states]
 
 
-def _step_adam(optimizer: Optimizer, parameters: Sequence[Tensor], group: dict[str, Any]) -> None:
+def _step_adam(optimizer: Optimizer, parameters: Sequence[Tensor], group: dict[str, Any], factor: float) -> None:
     states = [optimizer.state[parameter] for parameter in parameters]
     averages, squares = _averages(states, parameters)
     kernels.adam_(
@@ -119,37 +167,41 @@ def _step_adam(optimizer: Optimizer, parameters: Sequence[Tensor], group: dict[s
         decay=group["weight_decay"],
         decoupled=group["decoupled_weight_decay"],
         bias_correction=group.get("bias_correction", True),
+        gradient_factor=factor,
     )
 
 
-def _step_lion(optimizer: Optimizer, parameters: Sequence[Tensor], group: dict[str, Any]) -> None:
+def _step_lion(optimizer: Optimizer, parameters: Sequence[Tensor], group: dict[str, Any], factor: float) -> None:
     for parameter in parameters:
         if not optimizer.state[parameter]:
             optimizer.state[parameter]["exp_avg"] = torch.zeros_like(parameter)
     averages = [local(optimizer.state[parameter]["exp_avg"]) for parameter in parameters]
-    kernels.lion_(*_own(parameters), averages, rate=group["lr"], betas=group["betas"], decay=group["weight_decay"])
+    options = {"rate": group["lr"], "betas": group["betas"], "decay": group["weight_decay"]}
+    kernels.lion_(*_own(parameters), averages, **options, gradient_factor=factor)
 
 
-def _step_adagrad(optimizer: Optimizer, parameters: Sequence[Tensor], group: dict[str, Any]) -> None:
+def _step_adagrad(optimizer: Optimizer, parameters: Sequence[Tensor], group: dict[str, Any], factor: float) -> None:
     states = [optimizer.state[parameter] for parameter in parameters]
     rates = [group["lr"] / (1 + (count - 1) * group["lr_decay"]) for count in _count(states)]
     sums = [local(state["sum"]) for state in states]
-    kernels.adagrad_(*_own(parameters), sums, rates, eps=group["eps"], decay=group["weight_decay"])
+    options = {"eps": group["eps"], "decay": group["weight_decay"]}
+    kernels.adagrad_(*_own(parameters), sums, rates, **options, gradient_factor=factor)
 
 
-def _step_lamb(optimizer: Optimizer, parameters: Sequence[Tensor], group: dict[str, Any]) -> None:
+def _step_lamb(optimizer: Optimizer, parameters: Sequence[Tensor], group: dict[str, Any], factor: float) -> None:
     assert isinstance(optimizer, Lamb)
     states = [optimizer.state[parameter] for parameter in parameters]
     averages, squares = _averages(states, parameters)
     _count(states)
     weights, gradients = _own(parameters)
     form = {"eps": group["eps"], "eps_inside_root": group["eps_inside_sqrt"], "decay": group["weight_decay"]}
-    sums = kernels.lamb_average_(weights, gradients, averages, squares, betas=group["betas"], **form)
+    sums = kernels.lamb_average_(
+        weights, gradients, averages, squares, betas=group["betas"], gradient_factor=factor, **form
+    )
     rates = optimizer.find_rates(parameters, sums, group)
     kernels.lamb_apply_(weights, averages, squares, rates, **form)
 
 
-# By exact class: a subclass may change the update.
 KERNELS: dict[type[Optimizer], Update] = {
     torch.optim.Adam: _step_adam,
     torch.optim.AdamW: _step_adam,

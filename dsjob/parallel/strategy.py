@@ -21,7 +21,7 @@ from dsjob.compute.autocast import cast_operators, find_safe_modules, mark
 from dsjob.compute.parts import Parts
 from dsjob.compute.precision import Precision
 from dsjob.optim import on_disk
-from dsjob.optim.host import take_step
+from dsjob.optim.host import get_factor, prefers_kernels, set_factor, take_step
 from dsjob.optim.on_disk import StateOnDisk
 from dsjob.optim.onebit.own_gradients import unite_norms
 from dsjob.optim.parts import split
@@ -202,6 +202,7 @@ class Strategy:
     @torch.no_grad()
     def clip(self, max_norm: float, scale: float = 1.0, divisor: Tensor | None = None) -> Tensor:
         """Divides all gradients by `scale`, and by `divisor` (scalar), then clips them to `max_norm` if that is > 0.
+        Where kernels step the optimizer, they do so as they read the gradients.
 
         Returns the L2 norm over all ranks (0-dim, after dividing, before clipping), including the parts of
         model-parallel ranks. It is the same on every rank, and not finite if any gradient is not finite. If the
@@ -211,15 +212,21 @@ class Strategy:
         named = {name: p for name, p in self.masters.items() if p.grad is not None}
         gradients = [p.grad for p in named.values() if p.grad is not None]
         # Without offloading, nothing here waits for the device: the norm and the factor for clipping stay tensors.
-        norm = self._measure(named)
+        norm, kernels = self._measure(named), self.optimizer if prefers_kernels(self.optimizer) else None
+        norm = norm if kernels is None else norm * get_factor(kernels)  # of an earlier call for this step
         norm = norm / scale if scale != 1.0 else norm
-        if gradients and scale != 1.0:
-            torch._foreach_div_(gradients, scale)
-        if divisor is not None:
-            norm = norm / divisor.to(norm)
-            _divide(gradients, divisor)
-        if gradients and max_norm > 0:
-            multiply(gradients, (max_norm / (norm + 1e-6)).clamp(max=1.0))
+        norm = norm if divisor is None else norm / divisor.to(norm)
+        bound = (max_norm / (norm + 1e-6)).clamp(max=1.0) if max_norm > 0 else None
+        if kernels is not None:
+            by = scale if divisor is None else scale * float(divisor)
+            set_factor(kernels, get_factor(kernels) / by * (1.0 if bound is None else float(bound)))
+        elif gradients:
+            if scale != 1.0:
+                torch._foreach_div_(gradients, scale)
+            if divisor is not None:
+                _divide(gradients, divisor)
+            if bound is not None:
+                multiply(gradients, bound)
         return unite_norms(self.optimizer, norm, self.world.device)
 
     def _measure(self, named: Mapping[str, nn.Parameter]) -> Tensor:
@@ -261,6 +268,8 @@ class Strategy:
 
     def finish_step(self) -> None:
         """Called after a step, or a skipped one: drops gradients, and copies new weights to the model."""
+        if self.optimizer is not None and prefers_kernels(self.optimizer):
+            set_factor(self.optimizer, 1.0)
         for master in self.masters.values():
             master.grad = None  # also for masters that the optimizer does not have
         if self.copies is not None:

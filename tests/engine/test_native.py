@@ -31,7 +31,7 @@ needs_compiler = pytest.mark.skipif(LACKING is not None, reason=str(LACKING))
 def train(stage: int, wish: str, **config: Any) -> tuple[list[float], dict[str, torch.Tensor], bool]:
     engine = make_engine(stage, ops={"cpu_optimizers": wish}, **config)
     assert engine.optimizer is not None
-    return train_engine(engine, 0, 4), whole_state(engine), engine.optimizer in host._native
+    return train_engine(engine, 0, 4), whole_state(engine), host.prefers_kernels(engine.optimizer)
 
 
 def compare(world: World, stage: int) -> list[str]:
@@ -39,14 +39,15 @@ def compare(world: World, stage: int) -> list[str]:
     assert cpu_optimizers.find_problem() == ""
     offload = {"stage": stage, "offload_optimizer": {"device": "cpu"}} if stage else {"stage": 0}
     found = []
-    for precision in ({}, {"bf16": True}):
+    # Limits below the norm of the gradients: the kernels clip.
+    for precision in ({"gradient_clipping": 0.05}, {"bf16": True, "gradient_clipping": 0.05}):
         expected, state, plain = train(stage, "off", zero_optimization=offload, **precision)
         losses, native_state, kernels = train(stage, "require", zero_optimization=offload, **precision)
         if plain or not kernels:
             found.append(f"{precision}: kernels were used: {plain}, {kernels}")
-        if not torch.allclose(torch.tensor(losses), torch.tensor(expected), rtol=1e-6 if not precision else 1e-3):
+        if not torch.allclose(torch.tensor(losses), torch.tensor(expected), rtol=1e-6 if len(precision) == 1 else 1e-3):
             found.append(f"{precision}: {losses} instead of {expected}")
-        tolerance = {"rtol": 1e-5, "atol": 1e-6} if not precision else {"rtol": 1e-2, "atol": 1e-3}
+        tolerance = {"rtol": 1e-5, "atol": 1e-6} if len(precision) == 1 else {"rtol": 1e-2, "atol": 1e-3}
         found += [n for n, t in state.items() if not torch.allclose(native_state[n].float(), t.float(), **tolerance)]
     return found
 
@@ -56,6 +57,30 @@ def compare(world: World, stage: int) -> list[str]:
 @pytest.mark.full("1")
 def test_a_run_with_kernels_is_one_without(stage: int) -> None:
     assert run_ranks(compare, 2, stage) == [[], []]
+
+
+@needs_compiler
+@pytest.mark.parametrize("precision", [{}, {"fp16": {"enabled": True, "initial_scale_power": 8}}])
+@pytest.mark.parametrize("guards", [False, True])
+def test_kernels_unscale_divide_and_clip(precision: dict[str, Any], guards: bool) -> None:
+    """As they read gradients, which are not changed before. With a guard, the norm is measured twice."""
+    # With so large an eps, a step is in proportion to the gradient.
+    sections = {"optimizer": {"type": "AdamW", "params": {"lr": 0.1, "eps": 1.0}}, "gradient_clipping": 0.05}
+    norms: dict[str, list[float]] = {"off": [], "require": []}
+    states = []
+    for wish, found in norms.items():
+        engine = make_engine(0, ops={"cpu_optimizers": wish}, **sections, **precision)
+        if guards:
+            engine.strategy.guard = lambda names: None
+        for step in range(3):
+            engine.divide_gradients(torch.tensor(3.0))
+            train_engine(engine, step, 1)
+            found.append(engine.get_global_grad_norm())
+        states.append(whole_state(engine))
+    assert min(norms["off"]) > 0.05
+    assert norms["require"] == pytest.approx(norms["off"], rel=1e-5 if not precision else 1e-3)
+    for name, value in states[0].items():
+        torch.testing.assert_close(states[1][name], value, rtol=1e-5, atol=1e-6 if not precision else 1e-4)
 
 
 def lack_on_one_rank(world: World, wish: str) -> tuple[bool, str, list[str]]:

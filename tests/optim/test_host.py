@@ -13,9 +13,13 @@ import torch
 from machine import lacks_commands
 from torch import nn
 
+from dsjob.deepspeed.ops.adagrad import DeepSpeedCPUAdagrad
+from dsjob.deepspeed.ops.adam import DeepSpeedCPUAdam, FusedAdam
+from dsjob.deepspeed.ops.lamb import FusedLamb
+from dsjob.deepspeed.ops.lion import DeepSpeedCPULion
 from dsjob.ops import cpu_optimizers
 from dsjob.optim.adam import DeepSpeedAdam
-from dsjob.optim.host import can_step_on_host, prefer_kernels, take_step
+from dsjob.optim.host import can_step_on_host, prefer_kernels, set_factor, take_step
 from dsjob.optim.lamb import Lamb
 from dsjob.optim.lion import Lion
 
@@ -30,6 +34,7 @@ KINDS: dict[str, Callable[[Any], torch.optim.Optimizer]] = {
     "Lion": lambda p: Lion(p, lr=0.01, weight_decay=0.1),
     "Lamb": lambda p: Lamb(p, lr=0.01, weight_decay=0.1),
     "Lamb with eps inside": lambda p: Lamb(p, lr=0.01, eps=0.1, eps_inside_sqrt=True, bias_correction=False),
+    "DeepSpeedCPUAdam": lambda p: DeepSpeedCPUAdam(p, lr=0.01, weight_decay=0.1),
     "Adagrad": lambda p: torch.optim.Adagrad(p, lr=0.01, weight_decay=0.1, lr_decay=0.5, initial_accumulator_value=0.1),
 }
 
@@ -85,13 +90,48 @@ def test_gradients_stay_and_schedules_count_the_step() -> None:
     assert all(torch.equal(p.grad, g) for p, g in zip(parameters, kept, strict=True) if p.grad is not None)
 
 
+@pytest.mark.parametrize("name", ["AdamW", "Lion", "Lamb", "Adagrad"])
+def test_gradients_are_multiplied_by_a_factor(name: str) -> None:
+    """Also those that the kernels leave to the optimizer, and all of them once hooks are added."""
+    plain, native = make(), make()
+    for model in (plain, native):
+        model.append(nn.Parameter(torch.ones(3, dtype=torch.float64)))
+    first, second = KINDS[name](plain), KINDS[name](native)
+    prefer_kernels(second)
+    set_factor(second, 0.25)
+    for step in range(4):
+        give_gradients(plain, native, seed=step)
+        for parameter in plain:
+            parameter.grad.mul_(0.25)  # type: ignore[union-attr]
+        if step == 2:
+            second.register_step_post_hook(lambda *_: None)
+        first.step()
+        take_step(second)
+        for one, other in zip(plain, native, strict=True):
+            torch.testing.assert_close(one, other, rtol=2e-6, atol=5e-6)
+
+
 class Own(torch.optim.AdamW):
     """A program's optimizer: it may change the update."""
+
+
+class Wrapped(DeepSpeedAdam):
+    def _init_group(self, *given: Any) -> Any:
+        return super()._init_group(*given)
+
+
+Wrapped.__module__ = DeepSpeedAdam.__module__
+
+
+def test_deepspeeds_names_are_stepped_by_kernels() -> None:
+    for kind in (DeepSpeedCPUAdam, FusedAdam, DeepSpeedCPULion, DeepSpeedCPUAdagrad, FusedLamb):
+        assert can_step_on_host(kind(make()))
 
 
 def test_what_the_kernels_lack_is_left_to_the_optimizer() -> None:
     for build in (
         lambda p: Own(p),
+        lambda p: Wrapped(p),
         lambda p: torch.optim.SGD(p),
         lambda p: torch.optim.AdamW(p, amsgrad=True),
         lambda p: torch.optim.AdamW(p, maximize=True),
