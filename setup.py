@@ -24,12 +24,12 @@ class BuildPyAndOps(build_py):
     def run(self) -> None:
         super().run()
         if CHOSEN and not self.editable_mode:
-            from dsjob.ops.build import build_into
+            from dsjob.ops.build import build_prebuilt
 
             folder = Path(self.build_lib, "dsjob", "ops", "built").resolve()
             folder.mkdir(parents=True, exist_ok=True)
             for op in CHOSEN:
-                build_into(op, folder)
+                build_prebuilt(op, folder)
 
 
 options: dict[str, Any] = {}

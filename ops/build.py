@@ -23,10 +23,18 @@ from pathlib import Path
 from dsjob.errors import BuildError
 from dsjob.home import find_again
 from dsjob.ops.registry import Op
-from dsjob.ops.toolchain import describe_build, find_problem
+from dsjob.ops.toolchain import (
+    describe_tools,
+    describe_use,
+    find_problem,
+    find_toolchain,
+    own_architectures,
+    runs_on,
+)
 
 PREBUILT = Path(__file__).parent / "built"  # in a wheel that was built with DSJOB_BUILD_OPS=1
 _UNFINISHED = "unfinished-"
+_TARGETS = "architectures"  # a file beside a wheel's library: the GPUs that it was built for
 _SHOWN = 12  # lines of a compiler's output in an error
 
 
@@ -37,7 +45,10 @@ def open_cache() -> Path:
     load.
     """
     chosen = os.environ.get("DSJOB_OPS_DIR")
-    default = Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache") / "dsjob" / "ops"
+    try:
+        default = Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache") / "dsjob" / "ops"
+    except RuntimeError as error:  # a container's user without a name, and without HOME
+        raise BuildError("this user has no home folder for built ops", hint="name one with DSJOB_OPS_DIR") from error
     folder = Path(chosen) if chosen else default
     try:
         folder.mkdir(mode=0o700, parents=True, exist_ok=True)
@@ -69,8 +80,12 @@ def _is_open(folder: Path) -> bool:
 
 def key_of(op: Op) -> str:
     """The name of the folder that a build of `op` with this machine's tools has."""
+    return _hash(op, [*describe_use(op), *describe_tools(op)])
+
+
+def _hash(op: Op, parts: list[str]) -> str:
     digest = hashlib.sha256()
-    for part in describe_build(op):
+    for part in parts:
         digest.update(part.encode() + b"\0")
     for path in op.files:
         digest.update(path.name.encode() + b"\0" + path.read_bytes() + b"\0")
@@ -79,13 +94,23 @@ def key_of(op: Op) -> str:
 
 def find_built(op: Op) -> Path | None:
     """The library of `op` that fits this machine, where it has been built."""
-    key = key_of(op)
-    places = [PREBUILT / key]
+    places = []
+    # A wheel's library may come from another machine, with other compilers.
+    packed = PREBUILT / _hash(op, describe_use(op))
+    if (packed / _file_of(op)).is_file() and runs_on((packed / _TARGETS).read_text(), own_architectures()):
+        places.append(packed)
     try:
-        places.append(open_cache() / key)
+        places.append(open_cache() / key_of(op))
     except BuildError:
         pass  # a wheel's library needs no cache
     return next((place / _file_of(op) for place in places if (place / _file_of(op)).is_file()), None)
+
+
+def build_prebuilt(op: Op, folder: Path) -> Path:
+    """Builds `op` below `folder`, for PREBUILT in a wheel. Raises BuildError."""
+    library = build_into(op, folder, _hash(op, describe_use(op)))
+    (library.parent / _TARGETS).write_text(find_toolchain().architectures if op.device == "cuda" else "")
+    return library
 
 
 def build(op: Op) -> Path:
@@ -96,15 +121,14 @@ def build(op: Op) -> Path:
     cache, key = open_cache(), key_of(op)
     with _locked(cache / f"{key}.lock"):
         built = find_built(op)  # another process may have built it while this one waited
-        return built if built is not None else build_into(op, cache)
+        return built if built is not None else build_into(op, cache, key)
 
 
-def build_into(op: Op, folder: Path) -> Path:
-    """Builds `op` below `folder`, which must be on one file system. Raises BuildError."""
+def build_into(op: Op, folder: Path, key: str) -> Path:
+    """Builds `op` as `folder/key`. Raises BuildError."""
     problem = find_problem(op)
     if problem:
         raise BuildError(f"cannot build {op.name}: {problem}")
-    key = key_of(op)
     for left in folder.glob(f"{_UNFINISHED}{key}-*"):  # by a killed build: the caller holds the lock of this key
         shutil.rmtree(left, ignore_errors=True)
     work = Path(tempfile.mkdtemp(prefix=f"{_UNFINISHED}{key}-", dir=folder))
@@ -121,7 +145,13 @@ def _compile(op: Op, work: Path) -> None:
     command = [sys.executable, "-m", "dsjob.ops.compiling", op.device, op.name, str(work), *map(str, op.sources)]
     environment = {**os.environ, **find_again()}
     done = subprocess.run(
-        command, env=environment, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True, check=False
+        command,
+        env=environment,
+        stdout=subprocess.PIPE,
+        stderr=subprocess.STDOUT,
+        text=True,
+        errors="replace",
+        check=False,
     )
     if done.returncode != 0:
         lines = [line for line in done.stdout.splitlines() if line.strip()]

@@ -33,7 +33,7 @@ class _Plain(BuildExtension):
 
 def main(device: str, name: str, folder: Path, *sources: str) -> None:
     """Compiles with ninja where it is installed, and one file after the other otherwise."""
-    (folder / "out").mkdir()
+    (folder / "out").mkdir(mode=0o700)  # whatever the umask: nobody else may exchange the library
     arguments = ["build_ext", "--build-lib", str(folder / "out"), "--build-temp", str(folder / "objects")]
     setup(
         name="dsjob-ops",

@@ -5,6 +5,7 @@ from __future__ import annotations
 import os
 import platform
 import re
+import shlex
 import shutil
 import subprocess
 from dataclasses import dataclass
@@ -40,7 +41,7 @@ class Toolchain:
 @cache
 def find_toolchain() -> Toolchain:
     """Looks at this machine once."""
-    compiler = _first_line([os.environ.get("CXX", "c++"), "--version"])
+    compiler = _first_line([*shlex.split(os.environ.get("CXX") or "c++"), "--version"])
     nvcc_path = os.path.join(cpp_extension.CUDA_HOME, "bin", "nvcc") if cpp_extension.CUDA_HOME else "nvcc"
     version = _run([nvcc_path, "--version"])
     release = re.search(r"release (\d+\.\d+)", version)
@@ -50,7 +51,7 @@ def find_toolchain() -> Toolchain:
         torch.__version__,
         release[1] if release else "",
         torch.version.cuda or "",
-        os.environ.get("TORCH_CUDA_ARCH_LIST") or _own_architectures(),
+        os.environ.get("TORCH_CUDA_ARCH_LIST") or own_architectures(),
     )
 
 
@@ -92,18 +93,34 @@ def _first_refused_gcc(cuda: str) -> int | None:
     return int(bounds[1][0]) if bounds else None
 
 
-def _own_architectures() -> str:
+def own_architectures() -> str:
+    """Those of this machine's GPUs, like TORCH_CUDA_ARCH_LIST."""
     if not torch.cuda.is_available():
         return ""
     found = {torch.cuda.get_device_capability(number) for number in range(torch.cuda.device_count())}
     return ";".join(f"{major}.{minor}" for major, minor in sorted(found))
 
 
-def describe_build(op: Op) -> list[str]:
-    """What a built library depends on besides its sources."""
+def describe_use(op: Op) -> list[str]:
+    """What a built library needs to be used, wherever it was built."""
+    return [torch.__version__, platform.machine(), *CXX_FLAGS, *(NVCC_FLAGS if op.device == "cuda" else ())]
+
+
+def describe_tools(op: Op) -> list[str]:
+    """What else a library depends on that is built here."""
     tools = find_toolchain()
-    parts = [torch.__version__, platform.machine(), tools.compiler, *CXX_FLAGS]
-    return parts + ([tools.nvcc, tools.architectures, *NVCC_FLAGS] if op.device == "cuda" else [])
+    return [tools.compiler, *((tools.nvcc, tools.architectures) if op.device == "cuda" else ())]
+
+
+def runs_on(built: str, own: str) -> bool:
+    """Whether code for the architectures `built` runs on all of `own`. Both are like TORCH_CUDA_ARCH_LIST; if `built`
+    has no numbers, torch has chosen what to build, which is nearly everything."""
+    known = [(int(major), int(minor), bool(ptx)) for major, minor, ptx in re.findall(r"(\d+)\.(\d+)\w?(\+PTX)?", built)]
+
+    def runs(major: int, minor: int) -> bool:
+        return any((m == major and n <= minor) or (ptx and (m, n) <= (major, minor)) for m, n, ptx in known)
+
+    return not known or all(runs(int(major), int(minor)) for major, minor in re.findall(r"(\d+)\.(\d+)", own))
 
 
 def _first_line(command: list[str]) -> str:

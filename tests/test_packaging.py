@@ -246,7 +246,7 @@ def test_an_installed_package_ignores_folders_beside_it(installed: Path, tmp_pat
 
 @pytest.mark.full
 def test_a_wheel_can_contain_built_ops(clone: Path, tmp_path: Path) -> None:
-    """DSJOB_BUILD_OPS=1: the library that this machine finds, in a wheel for this kind of machine only."""
+    """DSJOB_BUILD_OPS=1: a library that is found without a compiler, in a wheel for this kind of machine only."""
     command = [sys.executable, "-m", "build", "--wheel", "--no-isolation", "--outdir", str(tmp_path), str(clone)]
     environment = {**os.environ, "DSJOB_BUILD_OPS": "1"}
     subprocess.run(command, env=environment, check=True, capture_output=True)
@@ -256,6 +256,7 @@ def test_a_wheel_can_contain_built_ops(clone: Path, tmp_path: Path) -> None:
         file.extractall(tmp_path / "site")
     code = "from dsjob.ops import build, registry; print(build.find_built(registry.OPS['cpu_optimizers']))"
     environment = {**os.environ, "PYTHONPATH": str(tmp_path / "site"), "DSJOB_OPS_DIR": str(tmp_path / "none")}
+    environment["CXX"] = "a-compiler-that-does-not-exist"
     found = subprocess.run(
         [sys.executable, "-P", "-c", code], env=environment, cwd=tmp_path, check=True, capture_output=True, text=True
     )

@@ -19,6 +19,7 @@ from dsjob.errors import BuildError
 from dsjob.home import find_again
 from dsjob.ops import build, loading, registry, toolchain
 from dsjob.ops.registry import Op
+from dsjob.ops.toolchain import Toolchain
 
 LACKING = lacks_commands(os.environ.get("CXX", "c++"))
 needs_compiler = pytest.mark.skipif(LACKING is not None, reason=str(LACKING))
@@ -93,7 +94,12 @@ def test_many_processes_build_once_and_a_killed_build_leaves_nothing(tiny: Op, t
 def test_an_op_is_built_again_only_if_something_changed(
     tiny: Op, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    library = build.build(tiny)
+    before = os.umask(0)
+    try:
+        library = build.build(tiny)
+    finally:
+        os.umask(before)
+    assert library.parent.stat().st_mode & 0o777 == 0o700  # nobody else may exchange the library
     built = library.stat().st_mtime_ns
     assert build.build(tiny) == library == build.find_built(tiny)
     assert library.stat().st_mtime_ns == built
@@ -131,6 +137,16 @@ def test_a_folder_that_others_can_write_to_is_refused(
     with pytest.raises(BuildError, match=f"they can write to {tmp_path}"):
         build.open_cache()
     tmp_path.chmod(0o700)
+    for name in ("DSJOB_OPS_DIR", "XDG_CACHE_HOME"):
+        monkeypatch.delenv(name, raising=False)
+
+    def lack() -> Path:
+        raise RuntimeError("Could not determine home directory.")
+
+    with monkeypatch.context() as nameless:
+        nameless.setattr(build.Path, "home", lack)
+        with pytest.raises(BuildError, match="this user has no home folder"):
+            build.open_cache()
     (tmp_path / "file").write_text("")
     monkeypatch.setenv("DSJOB_OPS_DIR", str(tmp_path / "file" / "cache"))
     with pytest.raises(BuildError, match="cannot create the folder of built ops"):
@@ -160,10 +176,15 @@ def test_the_environment_chooses_what_a_wheel_contains(
 def test_a_library_in_the_wheel_needs_no_cache(tiny: Op, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     prebuilt = tmp_path / "built"
     prebuilt.mkdir()
-    library = build.build_into(tiny, prebuilt)
+    library = build.build_prebuilt(tiny, prebuilt)
     monkeypatch.setattr(build, "PREBUILT", prebuilt)
     monkeypatch.setenv("DSJOB_OPS_DIR", "/proc/nowhere")
+    # The machine that runs the wheel may have no compiler.
+    monkeypatch.setattr(toolchain, "find_toolchain", lambda: Toolchain("", "", "2.13", "", "", ""))
     assert build.build(tiny) == library
+    (library.parent / "architectures").write_text("8.0")
+    monkeypatch.setattr(build, "own_architectures", lambda: "9.0")
+    assert build.find_built(tiny) is None  # it would not run on this machine's GPUs
 
 
 @pytest.mark.full

@@ -55,3 +55,28 @@ def test_this_machine_is_described(monkeypatch: pytest.MonkeyPatch) -> None:
     found = toolchain.find_toolchain.__wrapped__()
     assert found.architectures == "8.0;9.0"
     assert found.compiler == ""
+
+
+def test_a_compiler_may_have_arguments(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("CXX", "echo 'g++ of' ccache")
+    assert toolchain.find_toolchain.__wrapped__().compiler == "g++ of ccache --version"
+
+
+@pytest.mark.parametrize(
+    ("built", "own", "runs"),
+    [
+        ("8.0;9.0", "9.0", True),
+        ("8.0 9.0", "8.6", True),  # a later minor version
+        ("8.6", "8.0", False),
+        ("8.0", "9.0", False),
+        ("8.0+PTX", "9.0", True),  # compiled when it is loaded
+        ("9.0+PTX", "8.0", False),
+        ("8.0;9.0a", "8.0;9.0", True),
+        ("8.0", "8.0;9.0", False),
+        ("8.0", "", True),  # no GPU
+        ("", "9.0", True),
+        ("Ampere", "8.0", True),
+    ],
+)
+def test_which_gpus_a_library_runs_on(built: str, own: str, runs: bool) -> None:
+    assert toolchain.runs_on(built, own) is runs
