@@ -44,7 +44,7 @@ extern "C" void run(int count, int64_t* sizes, float** weights, float** gradient
     }
     const LambStep step = {0.9f, 0.99f, 1e-6f, 0.1f, inside};
     launch(unsigned(table.ends[count - 1]), {64, 1, 1}, [=] { lamb_average(table, step, sums); });
-    launch(unsigned(count), {2, 1, 1}, [=] { lamb_total(table, sums, totals); });
+    launch(unsigned(count), {64, 1, 1}, [=] { lamb_total(table, sums, totals); });
     launch(unsigned(table.ends[count - 1]), {64, 1, 1}, [=] { lamb_apply(table, step, ratios); });
 }
 """

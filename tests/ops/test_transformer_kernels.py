@@ -47,8 +47,8 @@ void run_columns(float* g, float* z_or_y, float* weight, float* norm_bias, float
         sum_columns(g, z_or_y, weight, norm_bias, mean, slope, to_weight, to_bias, rows, width);
     });
 }
-void run_draw(unsigned long seed, unsigned long position, unsigned long stream, uint32_t* out) {
-    const Four found = draw(seed, position, stream);
+void run_draw(unsigned long seed, unsigned long before, unsigned long sequence, uint32_t* out) {
+    const Four found = draw(seed, before, sequence);
     for (int i = 0; i < 4; ++i) out[i] = found.values[i];
 }
 }

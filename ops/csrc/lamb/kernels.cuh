@@ -91,11 +91,20 @@ __global__ void lamb_average(Table table, LambStep step, float* sums) {
     }
 }
 
-// Adds up the sums of the chunks. totals: [parameters, 2]. A block of two threads for each parameter.
+// Adds up the sums of the chunks. totals: [parameters, 2]. A block of at most kThreads for each parameter.
 __global__ void lamb_total(Table table, const float* sums, float* totals) {
+    __shared__ double partial[2][kThreads];
     const int first = blockIdx.x ? table.ends[blockIdx.x - 1] : 0;
+    for (int column = 0; column < 2; ++column) {
+        double total = 0;
+        for (int chunk = first + int(threadIdx.x); chunk < table.ends[blockIdx.x]; chunk += int(blockDim.x))
+            total += sums[2 * std::int64_t(chunk) + column];
+        partial[column][threadIdx.x] = total;
+    }
+    __syncthreads();
+    if (threadIdx.x >= 2) return;
     double total = 0;
-    for (int chunk = first; chunk < table.ends[blockIdx.x]; ++chunk) total += sums[2 * chunk + threadIdx.x];
+    for (int thread = 0; thread < int(blockDim.x); ++thread) total += partial[threadIdx.x][thread];
     totals[2 * blockIdx.x + threadIdx.x] = float(total);
 }
 

@@ -10,7 +10,7 @@ cudaError_t lamb_average(
     if (!table.tensors) return cudaSuccess;  // a grid of no blocks is an error
     const int chunks = table.ends[table.tensors - 1];
     if (chunks) lamb_average<<<chunks, kThreads, 0, stream>>>(table, step, sums);
-    lamb_total<<<table.tensors, 2, 0, stream>>>(table, sums, totals);
+    lamb_total<<<table.tensors, kThreads, 0, stream>>>(table, sums, totals);
     return cudaGetLastError();
 }
 

@@ -31,7 +31,8 @@ Tensor find_ends(const Tensor& scales, at::IntArrayRef widths, int64_t rows, int
         ends.data_ptr<int64_t>()[span] = end += widths[span];
     }
     TORCH_CHECK_VALUE(end == width, "the widths cover ", end, " elements of ", width);
-    return ends.to(scales.device());
+    // Not blocking: the host does not wait for the GPU. CUDA has read pageable memory when the call returns.
+    return ends.to(scales.device(), at::kLong, /*non_blocking=*/true);
 }
 
 std::tuple<Tensor, Tensor> compress(const Tensor& rows, const Tensor& alive, const Tensor& scales,

@@ -47,7 +47,7 @@ DSJOB_DEVICE float sum_block(float value, float* partial) {
 template <typename T>
 __global__ void drop_add_norm(
     const T* x, const T* bias, const T* residual, const T* weight, const T* norm_bias, T* z, T* y, std::uint8_t* kept,
-    float* mean, float* slope, float ratio, std::uint64_t seed, std::uint64_t stream, float eps, int width
+    float* mean, float* slope, float ratio, std::uint64_t seed, std::uint64_t offset, float eps, int width
 ) {
     DSJOB_SHARED_ROW(row);
     __shared__ float partial[kWarp];
@@ -55,7 +55,7 @@ __global__ void drop_add_norm(
     const float scale = 1.0f / (1.0f - ratio);
     float total = 0;
     for (int column = 4 * threadIdx.x; column < width; column += 4 * blockDim.x) {
-        const Four numbers = draw(seed, (start + column) / 4, stream);
+        const Four numbers = draw(seed, offset / 4, (start + column) / 4);
         for (int k = 0; k < 4; ++k) {
             const std::int64_t i = start + column + k;
             const bool keep = ratio == 0.0f || is_kept(numbers.values[k], ratio);

@@ -65,7 +65,7 @@ cudaError_t drop_add_norm(
     return run(kind, shape, [&](auto* t) {
         drop_add_norm<<<unsigned(shape.rows), kThreads, shape.width * sizeof(float), stream>>>(
             as(x, t), as(bias, t), as(residual, t), as(weight, t), as(norm_bias, t), as(z, t), as(y, t), kept, mean,
-            slope, dropout.ratio, dropout.seed, dropout.stream, eps, shape.width
+            slope, dropout.ratio, dropout.seed, dropout.offset, eps, shape.width
         );
     });
 }

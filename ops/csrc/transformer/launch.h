@@ -22,7 +22,7 @@ struct Shape {
 
 struct Dropout {
     float ratio;  // 0: none
-    std::uint64_t seed, stream;
+    std::uint64_t seed, offset;  // of the generator; the offset counts numbers
 };
 
 // Each returns what the launch reported, or cudaErrorInvalidValue for a shape that the kernels do not take. What the

@@ -41,10 +41,11 @@ struct Four {
     std::uint32_t values[4];
 };
 
-// Philox 4x32 with 10 rounds: four random numbers for a seed and a position (Salmon et al. 2011). No state is kept, so
-// each thread draws the numbers of its own elements.
-DSJOB_DEVICE Four draw(std::uint64_t seed, std::uint64_t position, std::uint64_t stream) {
-    std::uint32_t a = position, b = position >> 32, c = stream, d = stream >> 32;
+// Philox 4x32 with 10 rounds: four random numbers for a seed and a counter (Salmon et al. 2011). No state is kept, so
+// each thread draws the numbers of its own elements. The halves of the counter are those of torch's kernels: how many
+// fours the generator has given before, and which of the parallel sequences. So no number is drawn twice.
+DSJOB_DEVICE Four draw(std::uint64_t seed, std::uint64_t before, std::uint64_t sequence) {
+    std::uint32_t a = before, b = before >> 32, c = sequence, d = sequence >> 32;
     std::uint32_t low = seed, high = seed >> 32;
     for (int round = 0; round < 10; ++round) {
         const std::uint64_t first = 0xD2511F53ull * a, second = 0xCD9E8D57ull * c;

@@ -7,7 +7,7 @@ namespace dsjob {
 
 cudaError_t lamb_average(const Table& table, const LambStep& step, float* sums, float* totals, cudaStream_t) {
     launch(unsigned(table.ends[table.tensors - 1]), {64, 1, 1}, [=] { lamb_average(table, step, sums); });
-    launch(unsigned(table.tensors), {2, 1, 1}, [=] { lamb_total(table, sums, totals); });
+    launch(unsigned(table.tensors), {64, 1, 1}, [=] { lamb_total(table, sums, totals); });
     return cudaSuccess;
 }
 

@@ -36,7 +36,7 @@ cudaError_t drop_add_norm(Kind kind, Shape shape, Dropout dropout, float eps, co
                           std::uint8_t* kept, float* mean, float* slope, cudaStream_t) {
     return run(kind, unsigned(shape.rows), kBlock, [=] {
         drop_add_norm(in(x), in(bias), in(residual), in(weight), in(norm_bias), out(z), out(y), kept, mean, slope,
-                      dropout.ratio, dropout.seed, dropout.stream, eps, shape.width);
+                      dropout.ratio, dropout.seed, dropout.offset, eps, shape.width);
     });
 }
 
