@@ -42,8 +42,8 @@ def linear_cross_entropy(
     """`cross_entropy(linear(hidden, weight, bias), target)` in less memory: the logits are never held as a whole.
 
     hidden: [..., features]. weight: [rows, features]. bias: [rows]. They have one dtype; under autocast, they are cast
-    to its dtype first. target: int64 with the shape of `hidden` without its last dimension; `ignore_index` marks
-    positions that do not count. label_smoothing, reduction (`mean`, `sum` or `none`): as in
+    to its dtype first, unless they are fp64. target: int64 with the shape of `hidden` without its last dimension;
+    `ignore_index` marks positions that do not count. label_smoothing, reduction (`mean`, `sum` or `none`): as in
     `torch.nn.functional.cross_entropy`. softcap: logits are softcap * tanh(logits / softcap). classes: only this many
     rows of `weight` are classes, the others are padding.
 
@@ -52,7 +52,7 @@ def linear_cross_entropy(
     """
     _check(hidden, weight, target, reduction, classes)
     device = hidden.device.type
-    if torch.is_autocast_enabled(device):
+    if torch.is_autocast_enabled(device) and hidden.dtype != torch.float64:  # which autocast leaves alone
         low = torch.get_autocast_dtype(device)
         hidden, weight = hidden.to(low), weight.to(low)
         bias = None if bias is None else bias.to(low)
