@@ -1,6 +1,7 @@
 """Builds native ops into the wheel if the environment asks for it: `DSJOB_BUILD_OPS=1 pip install .`
 
-DS_BUILD_OPS=1 does the same, and DS_BUILD_<OP>=1 or =0 selects ops. Everything else is in pyproject.toml.
+DS_BUILD_OPS=1 does the same, and DS_BUILD_<OP>=1 or =0 selects ops. Of all ops, those that cannot be built on this
+machine are left out; one that is selected must be built. Everything else is in pyproject.toml.
 """
 
 import os
@@ -13,7 +14,7 @@ from setuptools.command.build_py import build_py
 
 sys.path.insert(0, os.path.dirname(os.path.abspath(__file__)))
 
-from dsjob.ops.registry import choose_prebuilt
+from dsjob.ops.registry import choose_prebuilt, is_demanded
 
 CHOSEN = choose_prebuilt()
 
@@ -25,11 +26,16 @@ class BuildPyAndOps(build_py):
         super().run()
         if CHOSEN and not self.editable_mode:
             from dsjob.ops.build import build_prebuilt
+            from dsjob.ops.toolchain import find_problem
 
             folder = Path(self.build_lib, "dsjob", "ops", "built").resolve()
             folder.mkdir(parents=True, exist_ok=True)
             for op in CHOSEN:
-                build_prebuilt(op, folder)
+                problem = "" if is_demanded(op) else find_problem(op)
+                if problem:
+                    sys.stdout.write(f"{op.name} is left out: {problem}\n")
+                else:
+                    build_prebuilt(op, folder)
 
 
 options: dict[str, Any] = {}

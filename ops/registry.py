@@ -89,9 +89,13 @@ def choose_prebuilt() -> list[Op]:
     """The ops that the environment asks to build ahead: all with DSJOB_BUILD_OPS=1 or DS_BUILD_OPS=1, except those with
     DS_BUILD_<OP>=0; otherwise those with DS_BUILD_<OP>=1."""
     everything = any(os.environ.get(name) == "1" for name in ("DSJOB_BUILD_OPS", "DS_BUILD_OPS"))
+    return [op for op in OPS.values() if is_demanded(op) or (everything and "0" not in _switches(op))]
 
-    def is_chosen(op: Op) -> bool:
-        values = [os.environ.get(f"DS_BUILD_{switch}") for switch in op.switches]
-        return "1" in values or (everything and "0" not in values)
 
-    return [op for op in OPS.values() if is_chosen(op)]
+def is_demanded(op: Op) -> bool:
+    """Whether the environment asks for this op with DS_BUILD_<OP>=1, so that it is an error if it cannot be built."""
+    return "1" in _switches(op)
+
+
+def _switches(op: Op) -> list[str | None]:
+    return [os.environ.get(f"DS_BUILD_{switch}") for switch in op.switches]

@@ -169,7 +169,9 @@ def test_the_environment_chooses_what_a_wheel_contains(
 ) -> None:
     for name, value in environment.items():
         monkeypatch.setenv(name, value)
-    assert (registry.OPS["cpu_optimizers"] in registry.choose_prebuilt()) is chosen
+    op = registry.OPS["cpu_optimizers"]
+    assert (op in registry.choose_prebuilt()) is chosen
+    assert registry.is_demanded(op) is ("DS_BUILD_CPU_ADAM" in environment and chosen)
 
 
 @needs_compiler
