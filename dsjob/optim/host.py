@@ -7,8 +7,9 @@ nothing.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from functools import cache
+from types import MappingProxyType
 from typing import Any
 from weakref import WeakKeyDictionary
 
@@ -25,8 +26,9 @@ from dsjob.optim.shards import local
 
 WORTHWHILE = 10_000_000  # elements: a step over fewer takes milliseconds, which do not pay for compiling the kernels
 
-# What to call with an optimizer, some of its parameters, their group, and a factor of their gradients.
-Update = Callable[[Optimizer, Sequence[Tensor], dict[str, Any], float], None]
+# What to call with an optimizer, some of its parameters, their group, a factor of their gradients, and their copies.
+Update = Callable[[Optimizer, Sequence[Tensor], dict[str, Any], float, Sequence[Tensor]], None]
+Copies = Mapping[Tensor, Tensor]
 
 # Those that `take_step` steps with kernels, and the factor of the gradients of the next step.
 _factors: WeakKeyDictionary[Optimizer, float] = WeakKeyDictionary()
@@ -53,26 +55,33 @@ def get_factor(optimizer: Optimizer) -> float:
     return _factors[optimizer]
 
 
-def take_step(optimizer: Optimizer) -> None:
-    """Steps `optimizer`: with kernels, where `prefer_kernels` was called for it."""
+def take_step(optimizer: Optimizer, copies: Copies = MappingProxyType({})) -> list[Tensor]:
+    """Steps `optimizer`: with kernels, where `prefer_kernels` was called for it.
+
+    copies: by parameter, contiguous bf16 or fp16 tensors on the host. Where kernels step a parameter, they also write
+    its new weights there, which saves a pass over them. Returns these parameters.
+    """
     factor = _factors.get(optimizer)
     if factor is not None and is_plain(optimizer):  # hooks may have been added since
-        _step_on_host(optimizer, factor)
-    else:
-        _multiply(optimizer, 1.0 if factor is None else factor)
-        step_own_parts(optimizer)
+        return _step_on_host(optimizer, factor, copies)
+    _multiply(optimizer, 1.0 if factor is None else factor)
+    step_own_parts(optimizer)
+    return []
 
 
 @torch.no_grad()
-def _step_on_host(optimizer: Optimizer, factor: float) -> None:
+def _step_on_host(optimizer: Optimizer, factor: float, copies: Copies) -> list[Tensor]:
     kind: Any = type(optimizer)
     update = _find_update(kind)
     assert update is not None
     stepped: list[tuple[Tensor, Tensor | None]] = []
     for group in filter(_is_usual, optimizer.param_groups):
         own = [parameter for parameter in group["params"] if _is_ready(parameter)]
-        if own:
-            update(optimizer, own, group, factor)
+        copied = [parameter for parameter in own if parameter in copies]
+        if copied:
+            update(optimizer, copied, group, factor, [copies[parameter] for parameter in copied])
+        if len(copied) < len(own):
+            update(optimizer, [parameter for parameter in own if parameter not in copies], group, factor, ())
         stepped += [(parameter, parameter.grad) for parameter in own]
     # The optimizer skips parameters without a gradient. Its `step` is called even if there are no others, since
     # schedules count its calls.
@@ -84,6 +93,7 @@ def _step_on_host(optimizer: Optimizer, factor: float) -> None:
     finally:
         for parameter, gradient in stepped:
             parameter.grad = gradient
+    return [parameter for parameter, _ in stepped if parameter in copies]
 
 
 def can_step_on_host(optimizer: Optimizer) -> bool:
@@ -153,7 +163,9 @@ def _averages(states: Sequence[dict[str, Any]], parameters: Sequence[Tensor]) ->
     return [local(state["exp_avg"]) for state in states], [local(state["exp_avg_sq"]) for state in states]
 
 
-def _step_adam(optimizer: Optimizer, parameters: Sequence[Tensor], group: dict[str, Any], factor: float) -> None:
+def _step_adam(
+    optimizer: Optimizer, parameters: Sequence[Tensor], group: dict[str, Any], factor: float, copies: Sequence[Tensor]
+) -> None:
     states = [optimizer.state[parameter] for parameter in parameters]
     averages, squares = _averages(states, parameters)
     kernels.adam_(
@@ -168,27 +180,34 @@ def _step_adam(optimizer: Optimizer, parameters: Sequence[Tensor], group: dict[s
         decoupled=group["decoupled_weight_decay"],
         bias_correction=group.get("bias_correction", True),
         gradient_factor=factor,
+        copies=copies,
     )
 
 
-def _step_lion(optimizer: Optimizer, parameters: Sequence[Tensor], group: dict[str, Any], factor: float) -> None:
+def _step_lion(
+    optimizer: Optimizer, parameters: Sequence[Tensor], group: dict[str, Any], factor: float, copies: Sequence[Tensor]
+) -> None:
     for parameter in parameters:
         if not optimizer.state[parameter]:
             optimizer.state[parameter]["exp_avg"] = torch.zeros_like(parameter)
     averages = [local(optimizer.state[parameter]["exp_avg"]) for parameter in parameters]
     options = {"rate": group["lr"], "betas": group["betas"], "decay": group["weight_decay"]}
-    kernels.lion_(*_own(parameters), averages, **options, gradient_factor=factor)
+    kernels.lion_(*_own(parameters), averages, **options, gradient_factor=factor, copies=copies)
 
 
-def _step_adagrad(optimizer: Optimizer, parameters: Sequence[Tensor], group: dict[str, Any], factor: float) -> None:
+def _step_adagrad(
+    optimizer: Optimizer, parameters: Sequence[Tensor], group: dict[str, Any], factor: float, copies: Sequence[Tensor]
+) -> None:
     states = [optimizer.state[parameter] for parameter in parameters]
     rates = [group["lr"] / (1 + (count - 1) * group["lr_decay"]) for count in _count(states)]
     sums = [local(state["sum"]) for state in states]
     options = {"eps": group["eps"], "decay": group["weight_decay"]}
-    kernels.adagrad_(*_own(parameters), sums, rates, **options, gradient_factor=factor)
+    kernels.adagrad_(*_own(parameters), sums, rates, **options, gradient_factor=factor, copies=copies)
 
 
-def _step_lamb(optimizer: Optimizer, parameters: Sequence[Tensor], group: dict[str, Any], factor: float) -> None:
+def _step_lamb(
+    optimizer: Optimizer, parameters: Sequence[Tensor], group: dict[str, Any], factor: float, copies: Sequence[Tensor]
+) -> None:
     assert isinstance(optimizer, Lamb)
     states = [optimizer.state[parameter] for parameter in parameters]
     averages, squares = _averages(states, parameters)
@@ -199,7 +218,7 @@ def _step_lamb(optimizer: Optimizer, parameters: Sequence[Tensor], group: dict[s
         weights, gradients, averages, squares, betas=group["betas"], gradient_factor=factor, **form
     )
     rates = optimizer.find_rates(parameters, sums, group)
-    kernels.lamb_apply_(weights, averages, squares, rates, **form)
+    kernels.lamb_apply_(weights, averages, squares, rates, copies=copies, **form)
 
 
 KERNELS: dict[type[Optimizer], Update] = {

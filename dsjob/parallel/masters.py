@@ -24,7 +24,7 @@ from dsjob.contract.sharding import DISK_BUFFERS, choose_share
 from dsjob.contract.spec import Aio, Zero
 from dsjob.ops.disk import ScratchFile
 from dsjob.optim import on_disk
-from dsjob.optim.host import take_step
+from dsjob.optim.host import prefers_kernels, take_step
 from dsjob.optim.on_disk import StateOnDisk
 from dsjob.optim.parts import can_step_in_parts, split, step_in_parts
 from dsjob.optim.shards import local
@@ -137,14 +137,37 @@ class Masters(Pairs):
             for pair in parts[number]:
                 pair.is_sent = True
 
+        # With a single part, there is no step for its copies to overlap with.
+        in_parts = len(parts) > 1 and can_step_in_parts(optimizer)
+
+        def take(optimizer: Optimizer) -> None:
+            targets = self._make_targets(in_parts) if prefers_kernels(optimizer) else {}
+            self._cast |= {master: targets[master] for master in take_step(optimizer, targets)}
+
         stepped = [[pair.master for pair in part] for part in parts]
         if self._disk is not None:
-            self._disk.step(optimizer, stepped, take_step, send)
-        # With a single part, there is no step for its copies to overlap with.
-        elif len(parts) < 2 or not can_step_in_parts(optimizer):
-            take_step(optimizer)
+            self._disk.step(optimizer, stepped, take, send)
+        elif in_parts:
+            step_in_parts(optimizer, stepped, take, send)
         else:
-            step_in_parts(optimizer, stepped, take_step, send)
+            take(optimizer)
+
+    def _make_targets(self, for_devices: bool) -> dict[Tensor, Tensor]:
+        """Where kernels shall write the new weights of the masters with a gradient, in their parameter's dtype.
+
+        for_devices: also for parameters on a device, in memory that their copies start from.
+        """
+        targets: dict[Tensor, Tensor] = {}
+        for pair in self._pairs.values():
+            source, target = local(pair.master.data), local(pair.parameter.data)
+            low = target.dtype in (torch.bfloat16, torch.float16)
+            if pair.master.grad is None or source.device != HOST or not low or not source.is_contiguous():
+                continue
+            if target.device != HOST and for_devices:
+                targets[pair.master] = torch.empty_like(source, dtype=target.dtype, pin_memory=self._side is not None)
+            elif target.device == HOST and target.is_contiguous():
+                targets[pair.master] = target
+        return targets
 
 
 def _add(pair: Pair, gradient: Tensor) -> None:

@@ -41,6 +41,9 @@ class Pairs:
         """side: a stream for copies between host and device through pinned memory. Without it, copies block the
         host."""
         self._pairs, self._side = pairs, side
+        # New weights in their parameter's dtype, by master, until they are sent: the parameter's own memory if it is on
+        # the same device.
+        self._cast: dict[Tensor, Tensor] = {}
         self.masters: dict[str, nn.Parameter] = {name: pair.master for name, pair in pairs.items()}
 
     def stream(self, wanted: Callable[[], bool]) -> None:
@@ -69,6 +72,7 @@ class Pairs:
 
     def forget_sent(self) -> None:
         """Makes `give_weights` copy all masters: something else than a step may have written to them."""
+        self._cast.clear()
         for pair in self._pairs.values():
             pair.is_sent = False
 
@@ -82,7 +86,12 @@ class Pairs:
         pins = self._side is not None
         with self._beside():
             for pair in pairs:
-                target, source = local(pair.parameter.data), read_mapped(local(pair.master.data))
+                target, cast = local(pair.parameter.data), self._cast.pop(pair.master, None)
+                if cast is not None:
+                    if cast.device != target.device:
+                        target.copy_(cast, non_blocking=pins)
+                    continue
+                source = read_mapped(local(pair.master.data))
                 if pair.on_disk and target.device == source.device:
                     target.copy_(source)  # one by one: together, copies of them would fill the memory
                     continue

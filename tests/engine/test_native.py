@@ -60,7 +60,7 @@ def test_a_run_with_kernels_is_one_without(stage: int) -> None:
 
 
 @needs_compiler
-@pytest.mark.parametrize("precision", [{}, {"fp16": {"enabled": True, "initial_scale_power": 8}}])
+@pytest.mark.parametrize("precision", [{}, {"fp16": {"enabled": True, "initial_scale_power": 8}}, {"bf16": True}])
 @pytest.mark.parametrize("guards", [False, True])
 def test_kernels_unscale_divide_and_clip(precision: dict[str, Any], guards: bool) -> None:
     """As they read gradients, which are not changed before. With a guard, the norm is measured twice."""
@@ -77,10 +77,12 @@ def test_kernels_unscale_divide_and_clip(precision: dict[str, Any], guards: bool
             train_engine(engine, step, 1)
             found.append(engine.get_global_grad_norm())
         states.append(whole_state(engine))
+        for name, parameter in engine.module.named_parameters():  # the kernels have written these, too
+            assert torch.equal(parameter, engine.strategy.masters[name].to(parameter.dtype)), name
     assert min(norms["off"]) > 0.05
-    assert norms["require"] == pytest.approx(norms["off"], rel=1e-5 if not precision else 1e-3)
+    assert norms["require"] == pytest.approx(norms["off"], rel=1e-5 if not precision else 1e-2)
     for name, value in states[0].items():
-        torch.testing.assert_close(states[1][name], value, rtol=1e-5, atol=1e-6 if not precision else 1e-4)
+        torch.testing.assert_close(states[1][name], value, rtol=1e-5, atol=1e-6 if not precision else 1e-3)
 
 
 def lack_on_one_rank(world: World, wish: str) -> tuple[bool, str, list[str]]:

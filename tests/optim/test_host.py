@@ -111,6 +111,20 @@ def test_gradients_are_multiplied_by_a_factor(name: str) -> None:
             torch.testing.assert_close(one, other, rtol=2e-6, atol=5e-6)
 
 
+@pytest.mark.parametrize("name", ["AdamW", "Lion", "Lamb", "Adagrad"])
+def test_copies_get_the_new_weights(name: str) -> None:
+    parameters = make()
+    optimizer = KINDS[name](parameters)
+    kept = {p: torch.full(p.shape, 9.0, dtype=torch.bfloat16) for p in parameters[::2]}
+    give_gradients(parameters, seed=0, without=2)
+    assert take_step(optimizer, kept) == []
+    prefer_kernels(optimizer)
+    assert [id(p) for p in take_step(optimizer, kept)] == [id(parameters[0]), id(parameters[4])]
+    for number in (0, 4):
+        assert torch.equal(kept[parameters[number]], parameters[number].bfloat16())
+    assert torch.equal(kept[parameters[2]], torch.full((1,), 9.0, dtype=torch.bfloat16))
+
+
 class Own(torch.optim.AdamW):
     """A program's optimizer: it may change the update."""
 

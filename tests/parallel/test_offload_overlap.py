@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
+import os
 from typing import Any
 
 import pytest
 import torch
 from engines import make_engine, make_tokens
+from machine import lacks_commands
 from ranks import run_ranks
 from simulated_cuda import find_device
 from simulated_cuda.build import build, find_obstacle
@@ -17,6 +19,7 @@ from dsjob.parallel import masters
 from dsjob.parallel.pairs import Pairs
 from dsjob.ranks.mesh import World
 
+LACKING = lacks_commands(os.environ.get("CXX", "c++"))
 pytestmark = [pytest.mark.slow, pytest.mark.skipif(find_obstacle() is not None, reason=find_obstacle() or "")]
 
 
@@ -46,11 +49,12 @@ class Log(TorchDispatchMode):
         return func(*args, **(kwargs or {}))
 
 
-def offloaded(stage: int, ratio: float) -> Engine:
+def offloaded(stage: int, ratio: float, kernels: str = "off") -> Engine:
     masters.PART = 1 << 10
     torch.manual_seed(0)
     zero = {"stage": stage, "offload_optimizer": {"device": "cpu", "ratio": ratio}}
-    return make_engine(0, bf16=True, zero_optimization=zero, gradient_clipping=1.0)
+    ops = {"cpu_optimizers": kernels}
+    return make_engine(0, bf16=True, zero_optimization=zero, gradient_clipping=1.0, ops=ops)
 
 
 def train(engine: Engine, step: int) -> None:
@@ -104,6 +108,30 @@ def test_nothing_is_used_before_it_is_there(world_size: int, stage: int) -> None
     assert not find("")
     assert any(hazard.startswith("read by stream") for hazard in find("weights are not waited for"))
     assert any("that was freed" in hazard for hazard in find("gradients are let go of"))
+
+
+def step_with(world: World, kernels: str) -> tuple[list[str], list[torch.Tensor], list[bool]]:
+    """Hazards, masters, and whether each parameter has the new weights of its master."""
+    device = find_device()
+    assert device is not None
+    engine = offloaded(2, 1.0, kernels)
+    for step in range(3):
+        train(engine, step)
+        engine.step()
+    found = dict(engine.module.named_parameters())
+    kept = {name: master.detach() for name, master in engine.strategy.masters.items()}
+    same = [torch.equal(found[name].cpu(), master.bfloat16()) for name, master in kept.items()]
+    return device.take_hazards(), list(kept.values()), same
+
+
+@pytest.mark.skipif(LACKING is not None, reason=str(LACKING))
+def test_kernels_write_what_is_sent_to_the_device() -> None:
+    (_, expected, _), (hazards, found, same) = (
+        run_ranks(step_with, 1, kernels, library=build())[0] for kernels in ("off", "require")
+    )
+    assert hazards == []
+    assert all(same)
+    torch.testing.assert_close(found, expected, rtol=1e-2, atol=1e-3)
 
 
 def lend_the_device(world: World, zero: dict[str, Any], lends: bool) -> list[float]:
