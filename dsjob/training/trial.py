@@ -3,6 +3,7 @@ says about them."""
 
 from __future__ import annotations
 
+import re
 import warnings
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
@@ -46,6 +47,7 @@ _OWN: Path = ("trainer", "step", "_target_")
 _STEP: Path = ("trainer", "eval_step", "_target_")
 _PARTS: Path = ("trainer", "parts", "_target_")
 _FEW = 2  # samples of a small batch: batch norm needs more than one
+_GPU = re.compile(r"\b(cuda|gpus?|hip|nvidia|rocm|triton)\b", re.IGNORECASE)
 _TOKENS = 4  # that are generated for each sample
 _STILL = Method("SGD", {"lr": 0.0}, None)
 _ALONE = World(data_rank=0, local_rank=0, data_size=1, device=torch.device("cpu"))
@@ -378,7 +380,14 @@ def _collecting(problems: list[Problem]) -> Iterator[None]:
     try:
         yield
     except DsjobError as error:
-        problems.append(replace(error.to_problem(), rule=RULE))
+        problems.append(_excuse(replace(error.to_problem(), rule=RULE)))
     except Exception as error:
         path = find_path(error)
-        problems.append(Problem(describe_failure(error).removeprefix(f"{name_target(path)}: "), path, RULE))
+        problems.append(_excuse(Problem(describe_failure(error).removeprefix(f"{name_target(path)}: "), path, RULE)))
+
+
+def _excuse(problem: Problem) -> Problem:
+    """A warning in place of an error that comes from the lack of a GPU here."""
+    if torch.cuda.is_available() or not _GPU.search(problem.message):
+        return problem
+    return replace(problem, severity="warning", hint="this machine has no GPU; try it where the job will run")

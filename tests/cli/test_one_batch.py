@@ -5,6 +5,7 @@ from __future__ import annotations
 from pathlib import Path
 
 import pytest
+import torch
 from jobs import dsjob
 from text_jobs import JOB, SENTENCES
 
@@ -393,6 +394,8 @@ class Narrow(Plain):
 def load(n=8, size=4):
     return torch.utils.data.DataLoader(points(n), batch_size=size)
 """
+_AT_ONCE = """def __init__(self):
+        torch.zeros(1).cuda()"""
 
 
 def test_a_document_that_says_nothing_of_batches_is_tried_with_few_samples(job: Path) -> None:
@@ -422,6 +425,15 @@ def test_data_that_take_long_to_build_are_not_built_for_a_document_that_says_not
         file.truncate(17 << 20)
     document = PLAIN.replace("{_target_: points_module.points}", data).replace("Plain}", "Narrow}")
     assert validate(job, document) == (0, ["cfg.yaml: ok"])
+
+
+@pytest.mark.skipif(torch.cuda.is_available(), reason="needs a machine without a GPU")
+def test_a_model_that_needs_a_gpu_is_no_error_where_there_is_none(job: Path) -> None:
+    (job / "points_module.py").write_text(MODULE + _PLAIN_MODULE.replace("def __init__(self):", _AT_ONCE))
+    code, told = validate(job, PLAIN)
+    assert (code, told[-1]) == (0, "cfg.yaml: ok, 1 warning")
+    assert told[0].startswith("cfg.yaml:1:9: warning[one-batch]: model._target_: "), told
+    assert "this machine has no GPU" in told[0]
 
 
 def test_text_that_is_tokenised_at_once_is_tried(job: Path) -> None:
