@@ -20,7 +20,8 @@ from typing import Any, NoReturn, cast
 
 from hydra._internal.hydra import Hydra
 from hydra._internal.utils import create_config_search_path, get_args_parser
-from hydra.core.config_search_path import SearchPathQuery
+from hydra.conf import HydraConf
+from hydra.core.config_search_path import ConfigSearchPath, SearchPathQuery
 from hydra.core.config_store import ConfigStore
 from hydra.core.global_hydra import GlobalHydra
 from hydra.core.override_parser.overrides_parser import OverridesParser
@@ -47,11 +48,17 @@ _MOST_UNKNOWN = 20  # overrides of unknown keys to report: finding each composes
 
 @contextmanager
 def open_hydra(
-    overrides: Sequence[str], *, config_dir: str | None = None, file: Document | None = None, whole: bool = False
+    overrides: Sequence[str],
+    *,
+    config_dir: str | None = None,
+    file: Document | None = None,
+    whole: bool = False,
+    only_job: bool = False,
 ) -> Iterator[Hydra]:
     """Opens Hydra with dsjob's own configs, those in `config_dir`, and a job file. Its errors become UsageError.
 
-    whole: with all keys of the job document, not only those that this job needs.
+    whole: with all keys of the job document, not only those that this job needs. only_job: to compose the job and
+    nothing else, so that Hydra may do without its configs of launchers, sweepers, logging and help.
 
     Hydra's state is global to the process. So a lock admits one thread at a time, and the state of a program's own
     Hydra is restored afterwards.
@@ -67,6 +74,8 @@ def open_hydra(
     with _composing:
         stored, of_program = dict(ConfigStore.instance().repo), GlobalHydra.instance().hydra
         _store_base(_build_tree(overrides, file, whole or config_dir is not None), overrides, file)
+        if only_job and not _may_refer_to_hydra(overrides, file, search_path):
+            _leave_out_hydra()
         GlobalHydra.instance().clear()
         try:
             with translating(overrides):
@@ -95,6 +104,21 @@ def _build_tree(overrides: Sequence[str], file: Document | None, whole: bool) ->
         if (section := OmegaConf.select(tree, path)) is not None:
             OmegaConf.set_struct(section, False)
     return tree
+
+
+def _may_refer_to_hydra(overrides: Sequence[str], file: Document | None, search_path: ConfigSearchPath) -> bool:
+    """Whether anything to compose may set or read Hydra's own section. Folders of users may hold any config."""
+    foreign = {each.provider for each in search_path.get_path()} - {"hydra", "main", "schema"}
+    values = file.value if file is not None else {}
+    texts = [*overrides, *values, *(str(text) for _, text in list_texts(values))]
+    return bool(foreign) or any("hydra" in text for text in texts)
+
+
+def _leave_out_hydra() -> None:
+    """Replaces Hydra's own section by one without its default configs: composing those takes most of the time."""
+    store = ConfigStore.instance()
+    store.repo = {**store.repo, "hydra": dict(store.repo["hydra"])}
+    store.store(group="hydra", name="config", node=HydraConf(defaults=[]), provider="hydra")
 
 
 def _store_base(tree: DictConfig, overrides: Sequence[str], file: Document | None) -> None:
@@ -288,7 +312,7 @@ def compose_known(
 def _compose(
     overrides: Sequence[str], file: Document | None, config_dir: str | None, environment: Collection[str]
 ) -> Composed:
-    with open_hydra(overrides, config_dir=config_dir, file=file) as hydra:
+    with open_hydra(overrides, config_dir=config_dir, file=file, only_job=True) as hydra:
         config = hydra.compose_config(
             config_name=CONFIG_NAME,
             overrides=list_overrides(overrides, file),

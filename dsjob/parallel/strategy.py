@@ -360,11 +360,8 @@ def broadcast(tensors: list[Tensor], world: World) -> None:
 def align(model: nn.Module, world: World) -> None:
     """Broadcasts the first data-parallel rank's parameters and buffers. Otherwise, ranks would train different
     models."""
-    there = [
-        tensor.data for tensor in chain(model.parameters(), model.buffers()) if not tensor.is_meta
-    ]  # see presharded
-    waiting: list[Tensor] = []
-    size = 0
+    there = [each.data for each in chain(model.parameters(), model.buffers()) if not each.is_meta]  # see presharded
+    waiting, size = list[Tensor](), 0
     for tensor in filter(Tensor.numel, there):
         waiting.append(tensor)
         size += tensor.nbytes
