@@ -1,4 +1,4 @@
-"""The norm of gradients that may be sharded over ranks, and may be on the host or the device."""
+"""The norm and the scaling of gradients that may be sharded over ranks, and may be on the host or the device."""
 
 from __future__ import annotations
 
@@ -57,3 +57,23 @@ def _norm_of_shards(gradients: Sequence[Tensor], group: dist.ProcessGroup) -> Te
     dist.all_reduce(squares, group=group)
     norm: Tensor = torch.linalg.vector_norm(squares.sqrt())
     return norm
+
+
+def divide(gradients: list[Tensor], divisor: Tensor) -> None:
+    """Divides gradients in place by a scalar tensor, which may be on another device."""
+    for (device, dtype), owns in _group(gradients).items():
+        torch._foreach_div_(owns, divisor.to(device, dtype))
+
+
+def multiply(gradients: list[Tensor], factor: Tensor) -> None:
+    """Multiplies gradients in place by a scalar tensor, as torch's `clip_grads_with_norm_` does."""
+    for (device, _), owns in _group(gradients).items():
+        torch._foreach_mul_(owns, factor.to(device))
+
+
+def _group(gradients: list[Tensor]) -> dict[tuple[torch.device, torch.dtype], list[Tensor]]:
+    """This rank's parts of gradients, by device and dtype. Operations on DTensors would cost more time on the host."""
+    groups: dict[tuple[torch.device, torch.dtype], list[Tensor]] = {}
+    for own in map(local, gradients):
+        groups.setdefault((own.device, own.dtype), []).append(own)
+    return groups

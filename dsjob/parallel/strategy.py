@@ -27,7 +27,7 @@ from dsjob.optim.onebit.own_gradients import unite_norms
 from dsjob.optim.parts import split
 from dsjob.optim.shards import local
 from dsjob.parallel.masters import Masters
-from dsjob.parallel.norms import total_norm
+from dsjob.parallel.norms import divide, multiply, total_norm
 from dsjob.parallel.partial_sums import Partial, add_partial
 from dsjob.ranks.mesh import World
 from dsjob.ranks.mpu import find_counted_elsewhere
@@ -224,7 +224,7 @@ class Strategy:
             if scale != 1.0:
                 torch._foreach_div_(gradients, scale)
             if divisor is not None:
-                _divide(gradients, divisor)
+                divide(gradients, divisor)
             if bound is not None:
                 multiply(gradients, bound)
         return unite_norms(self.optimizer, norm, self.world.device)
@@ -316,26 +316,6 @@ class Strategy:
         """Parameters by name, tied ones once: the masters, and the model's frozen parameters."""
         frozen = {n: p.data for n, p in self.module.named_parameters() if n not in self.masters}
         return {**{name: master.data for name, master in self.masters.items()}, **frozen}
-
-
-def _divide(gradients: list[Tensor], divisor: Tensor) -> None:
-    """Divides gradients in place by a scalar tensor, which may be on another device."""
-    for (device, dtype), owns in _group(gradients).items():
-        torch._foreach_div_(owns, divisor.to(device, dtype))
-
-
-def multiply(gradients: list[Tensor], factor: Tensor) -> None:
-    """Multiplies gradients in place by a scalar tensor, as torch's `clip_grads_with_norm_` does."""
-    for (device, _), owns in _group(gradients).items():
-        torch._foreach_mul_(owns, factor.to(device))
-
-
-def _group(gradients: list[Tensor]) -> dict[tuple[torch.device, torch.dtype], list[Tensor]]:
-    """This rank's parts of gradients, by device and dtype. Operations on DTensors would cost more time on the host."""
-    groups: dict[tuple[torch.device, torch.dtype], list[Tensor]] = {}
-    for own in map(local, gradients):
-        groups.setdefault((own.device, own.dtype), []).append(own)
-    return groups
 
 
 @torch.no_grad()
