@@ -231,6 +231,9 @@ def refuse(world: World) -> dict[str, str]:
     call("nothing", Plain(), {"first": "replicate"})
     call("heads", build_llama(), size=4)
     call("no layer", nn.Sequential(nn.Linear(4, 4), nn.GELU()), {"0": "colwise", "1": "rowwise"})
+    adapted = Plain()
+    adapted.first.base_layer = nn.Linear(4, 6)
+    call("adapter", adapted, pair)
     call("attribute", Plain(), {**pair, "odd": {"divide": ["heads"]}})
     call("ranks", Plain(), pair, size=3)
     call("optimizer", Plain(), pair, optimizer=lambda parameters: Scaled(parameters, {}))
@@ -255,6 +258,7 @@ def test_what_cannot_be_divided_is_refused_with_reasons() -> None:
     assert "divides no layer of Plain" in told["nothing"]
     assert "tensor_parallel.size is 4, but the model has num_key_value_heads 2" in told["heads"]
     assert "1 is a GELU, which is no linear layer" in told["no layer"]
+    assert "first has an adapter, which no plan of a model knows. write tensor_parallel.plan" in told["adapter"]
     assert "odd has no number heads" in told["attribute"]
     assert "do not divide into groups of 3" in told["ranks"]
     assert "Scaled would see only this rank's parts" in told["optimizer"]

@@ -194,6 +194,12 @@ def divide_rows(module: nn.Embedding, place: Place) -> None:
 def _require_linear(module: nn.Module, place: Place) -> tuple[Features, Tensor]:
     """The sizes and the weight of a linear layer."""
     features, weight = read_features(module), getattr(module, "weight", None)
+    if hasattr(module, "base_layer"):
+        raise place.refuse(
+            "has an adapter, which no plan of a model knows",
+            "write tensor_parallel.plan with its parts: NAME.base_layer and NAME.lora_B.default are colwise, or"
+            " NAME.base_layer and NAME.lora_A.default rowwise",
+        )
     if features is None or not isinstance(weight, Tensor):
         raise place.refuse(
             f"is a {type(module).__name__}, which is no linear layer and no embedding",
