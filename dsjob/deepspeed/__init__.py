@@ -26,6 +26,7 @@ from dsjob.deepspeed.ops.transformer import DeepSpeedTransformerLayer as DeepSpe
 from dsjob.deepspeed.pipe import PipelineModule as PipelineModule
 from dsjob.deepspeed.runtime.engine import DeepSpeedEngine as DeepSpeedEngine
 from dsjob.deepspeed.runtime.pipe.engine import PipelineEngine as PipelineEngine
+from dsjob.deepspeed.tensor_model import tp_model_init as tp_model_init
 from dsjob.engine.build import add_config_arguments as add_config_arguments
 from dsjob.engine.build import init_distributed as init_distributed
 from dsjob.errors import ConfigError

@@ -51,8 +51,6 @@ ALTERNATIVES = {
     "runtime.base_optimizer": _OPTIMIZER,
     "nvme": _NVME,
     "ops.sparse_attention": _KERNELS,
-    "tp_model_init": "pass the whole model to initialize, which divides it by tensor_parallel.autotp_size; Trainer and"
-    " accelerate call tp_model_init themselves, so in their programs leave autotp_size out",
     "sequence": "set sequence_parallel_size in the config: initialize divides the model's sequences",
     "compression": "compression is not built; convert a checkpoint and quantize its weights",
     "linear": "use adapters of peft: wrap the model before passing it to initialize",

@@ -15,6 +15,7 @@ from dsjob.data import Epochs
 from dsjob.deepspeed.program_monitors import require_packages
 from dsjob.deepspeed.runtime.engine import DeepSpeedEngine
 from dsjob.deepspeed.runtime.pipe.engine import PipelineEngine
+from dsjob.deepspeed.tensor_model import add_tensor_size, count_data_ranks
 from dsjob.engine import build, configs
 from dsjob.errors import ConfigWarning
 from dsjob.parallel.pipeline.module import PipelineModule
@@ -47,15 +48,14 @@ def initialize(
     dotted = _find_dotted(config)
     if isinstance(config, Mapping) and dotted:
         config = {key: value for key, value in config.items() if key not in dotted}
-    given = configs.read_given(args, config, trust)
+    given = add_tensor_size(model, configs.read_given(args, config, trust))
     with build.dropping_own_group():
         port = distributed_port if dist_init_required is not False else None
         world = build.join(mpu, mesh_param, port, model, given.config)
+        given = count_data_ranks(given, world)
         on_rank_0(world.everyone, lambda: require_packages(given))
         if dotted and world.everyone.rank == 0:
-            listed = (
-                f"these keys have no effect, in DeepSpeed neither; write them as section and key: {', '.join(dotted)}"
-            )
+            listed = f"these keys have no effect, nor in DeepSpeed; write them as section and key: {', '.join(dotted)}"
             warnings.warn(listed, ConfigWarning, stacklevel=2)
         kind = pipeline_type if isinstance(model, PipelineModule) else engine_type
         engine = build.make_engine(kind, model, given, world, optimizer, model_parameters, lr_scheduler)

@@ -50,7 +50,7 @@ def test_an_attribute_says_so_too() -> None:
 def test_programs_may_look_before_they_ask() -> None:
     assert not hasattr(deepspeed, "init_inference")
     assert hasattr(deepspeed, "initialize")
-    assert getattr(deepspeed, "tp_model_init", None) is None
+    assert getattr(deepspeed, "default_inference_config", None) is None
     assert not hasattr(deepspeed.ops.adam, "FusedLion")
     assert getattr(deepspeed.zero, "TiledLinear", None) is None
     with suppress(ImportError):
@@ -66,7 +66,8 @@ def test_modules_are_attributes_without_an_import_of_their_own(monkeypatch: pyte
     assert not hasattr(deepspeed.utils, "absent_name")
 
 
-OWN = ("absent", "breakdowns", "defaults", "entry", "program_monitors", "settings")  # modules that DeepSpeed lacks
+# Modules that DeepSpeed lacks.
+OWN = ("absent", "breakdowns", "defaults", "entry", "program_monitors", "settings", "tensor_model")
 
 
 def test_all_modules_explain_the_names_that_they_lack() -> None:

@@ -14,8 +14,8 @@ from dsjob.deepspeed.ops.transformer import DeepSpeedTransformerLayer as DeepSpe
 
 __compatible_ops__ = {
     **dict.fromkeys(("fused_adam", "cpu_adam", "cpu_adagrad", "fused_lamb", "fused_lion", "cpu_lion"), True),
-    **dict.fromkeys(("transformer", "stochastic_transformer"), True),
-    **dict.fromkeys(("async_io", "quantizer", "sparse_attn", "inference_core_ops"), False),
+    **dict.fromkeys(("transformer", "stochastic_transformer", "async_io"), True),
+    **dict.fromkeys(("quantizer", "sparse_attn", "inference_core_ops"), False),
 }
 
 __getattr__ = _explain_names(__name__)

@@ -94,7 +94,11 @@ class DeepSpeedEngine(Settings, Engine):
             raise ValueError(f"this is for ZeRO stage 3, but the stage is {self.zero_stage}")
         return self._state_dict_on_rank_0(exclude_frozen_parameters) or {}
 
-    _consolidated_16bit_state_dict = _zero3_consolidated_16bit_state_dict
+    def _consolidated_16bit_state_dict(self, exclude_frozen_parameters: bool = False) -> dict[str, Tensor]:
+        """The same, at any stage if ranks divide layers; then accelerate calls it."""
+        if self.world.tensor.size > 1:
+            return self._state_dict_on_rank_0(exclude_frozen_parameters) or {}
+        return self._zero3_consolidated_16bit_state_dict(exclude_frozen_parameters)
 
     def get_wall_clock_timers(self) -> dict[str, float]:
         """The milliseconds of the parts `fwd`, `bwd`, `bwd_inner`, `bwd_allreduce` and `step` that

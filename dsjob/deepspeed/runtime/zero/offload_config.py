@@ -9,7 +9,7 @@ from dsjob.deepspeed.runtime.config import Section
 
 
 class OffloadDeviceEnum(StrEnum):
-    """Devices to offload to. NVMe is only for the optimizer."""
+    """Devices to offload to."""
 
     none = "none"
     cpu = "cpu"
