@@ -65,6 +65,21 @@ def test_a_run_resumed_within_an_epoch_equals_the_unbroken_one(ours: dict[str, A
     assert resumed == unbroken[-len(resumed) :]
 
 
+@pytest.mark.full
+@pytest.mark.slow
+@pytest.mark.parametrize("stage", [0, 1, 2])
+def test_at_other_stages_a_loaded_state_continues_the_run_and_saved_files_have_all_weights(
+    tmp_path: Path, stage: int
+) -> None:
+    case = CASES[f"classify, stage {stage}, saving"]
+    unbroken = case.run(tmp_path / "unbroken")
+    resumed = case.run(tmp_path / "resumed", "--resume", str(unbroken.folder / "saved"))
+    whole, rest = (run["records"] for run in run_on("dsjob", [unbroken, resumed], imported=IMPORTED))
+    assert rest[0]["step"] == 5
+    assert rest == whole[-len(rest) :]
+    assert list_saved(rest) == [[True, True]]
+
+
 @pytest.mark.slow
 def test_a_run_resumed_at_an_epoch_equals_the_unbroken_one(ours: dict[str, Any]) -> None:
     resumed, unbroken = ours["resumed epoch"], ours[CONFIGURED]

@@ -166,7 +166,7 @@ def test_processes_that_it_spawns_import_its_main_module_and_exit_handlers_run(t
 
 
 def test_any_command_runs_as_it_is_with_the_environment_of_a_rank(tmp_path: Path) -> None:
-    script = "echo $RANK/$WORLD_SIZE $@ >> told; test -n \"$PYTHONPATH\""
+    script = 'echo $RANK/$WORLD_SIZE $@ >> told; test -n "$PYTHONPATH"'
     (tmp_path / "run.sh").write_text(f"#!/bin/sh\n{script}\n")
     (tmp_path / "run.sh").chmod(0o755)
     done = execute(tmp_path, "--nproc", "2", "--no_python", "./run.sh", "a")
