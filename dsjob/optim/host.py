@@ -7,6 +7,7 @@ nothing.
 
 from __future__ import annotations
 
+import inspect
 from collections.abc import Callable, Mapping, Sequence
 from functools import cache
 from types import MappingProxyType
@@ -109,9 +110,14 @@ def _find_update(kind: Any) -> Update | None:
     for base in kind.__mro__:
         if base in KERNELS:
             return KERNELS[base]
-        if any(not name.startswith("__") for name in vars(base)):
+        if any(_overrides(base, name) for name in vars(base) if not name.startswith("__")):
             return None  # it may change the update
     return None
+
+
+def _overrides(kind: type, name: str) -> bool:
+    """Whether a class replaces what it inherits. torch wraps `step` in the class of the first object, for profiling."""
+    return inspect.unwrap(vars(kind)[name]) is not inspect.unwrap(getattr(kind.__base__, name, None))  # type: ignore[arg-type]
 
 
 @torch.no_grad()
