@@ -55,7 +55,7 @@ def initialize(
         given = count_data_ranks(given, world)
         on_rank_0(world.everyone, lambda: require_packages(given))
         if dotted and world.everyone.rank == 0:
-            listed = f"these keys have no effect, nor in DeepSpeed; write them as section and key: {', '.join(dotted)}"
+            listed = f"these keys have no effect, as in DeepSpeed; write them as section and key: {', '.join(dotted)}"
             warnings.warn(listed, ConfigWarning, stacklevel=2)
         kind = pipeline_type if isinstance(model, PipelineModule) else engine_type
         engine = build.make_engine(kind, model, given, world, optimizer, model_parameters, lr_scheduler)

@@ -21,7 +21,7 @@ from dsjob.launch.rank import add_import_folders
 from dsjob.planning.communication import predict_checkpoint, predict_communication
 from dsjob.planning.fit import Job
 from dsjob.planning.model import COMPRESSING, Layout, Model, Offload, OptimizerState, assume_state
-from dsjob.planning.report import Activations, Course, Plan, Share
+from dsjob.planning.report import Activations, Course, Plan, Share, find_largest
 from dsjob.trust.grant import Trust
 
 _BYTES = {"fp32": 4, "bf16": 2, "fp16": 2}
@@ -104,7 +104,7 @@ def _make_plan(document: dict[str, Any], world_size: int, asked: Asked, trust: T
     if layout.stage and world_size == 1 and layout.offload == "none":
         notes.append(f"stage {layout.stage} on one rank: nothing to shard")
     jobs = tuple(_make_job(share, layout, state) for share in shares)
-    most = max(range(len(jobs)), key=lambda stage: jobs[stage].memory().peak)
+    most = find_largest(jobs)
     return Plan(
         name=spec.name,
         source="a number of parameters" if asked.params is not None else spec.model.path if spec.model else "",

@@ -11,7 +11,7 @@ import inspect
 from collections.abc import Callable, Mapping, Sequence
 from functools import cache
 from types import MappingProxyType
-from typing import Any
+from typing import Any, TypeGuard
 from weakref import WeakKeyDictionary
 
 import torch
@@ -40,7 +40,7 @@ def prefer_kernels(optimizer: Optimizer) -> None:
     _factors[optimizer] = 1.0
 
 
-def prefers_kernels(optimizer: Optimizer | None) -> bool:
+def prefers_kernels(optimizer: Optimizer | None) -> TypeGuard[Optimizer]:
     """Whether `prefer_kernels` was called for it."""
     return optimizer is not None and optimizer in _factors
 

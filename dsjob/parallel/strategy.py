@@ -268,7 +268,7 @@ class Strategy:
 
     def finish_step(self) -> None:
         """Called after a step, or a skipped one: drops gradients, and copies new weights to the model."""
-        if self.optimizer is not None and prefers_kernels(self.optimizer):
+        if prefers_kernels(self.optimizer):
             set_factor(self.optimizer, 1.0)
         for master in self.masters.values():
             master.grad = None  # also for masters that the optimizer does not have

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import asdict, dataclass
 from typing import Any
 
@@ -67,6 +68,11 @@ class Course:
     lengths: tuple[tuple[str, str], ...] = ()
 
 
+def find_largest(jobs: Sequence[Job]) -> int:
+    """The stage whose ranks need most memory. jobs: one for each stage."""
+    return max(range(len(jobs)), key=lambda stage: jobs[stage].memory().peak)
+
+
 @dataclass(frozen=True, slots=True)
 class Plan:
     """What a job needs. `limit`, `host_limit`: bytes of memory of a device and of a machine; None if unknown.
@@ -100,7 +106,7 @@ class Plan:
     @property
     def stage(self) -> int:
         """The stage whose ranks need most memory."""
-        return max(range(len(self.jobs)), key=lambda stage: self.jobs[stage].memory().peak)
+        return find_largest(self.jobs)
 
     @property
     def job(self) -> Job:

@@ -52,7 +52,7 @@ def test_a_model_is_needed(initialize: Any) -> None:
 
 def test_keys_that_join_section_and_key_by_a_dot_have_no_effect() -> None:
     known, unknown = {"zero_optimization.reduce_bucket_size": 1024}, {"zero_optimization.bucket": 1024}
-    with pytest.warns(ConfigWarning, match="no effect, nor in DeepSpeed.*: zero_optimization.reduce_bucket_size"):
+    with pytest.warns(ConfigWarning, match="no effect, as in DeepSpeed.*: zero_optimization.reduce_bucket_size"):
         deepspeed.initialize(model=nn.Linear(2, 1), config={**make_config(0), **known})
     with pytest.raises(ConfigError, match=r"zero_optimization\.bucket: unknown key"):
         deepspeed.initialize(model=nn.Linear(2, 1), config={**make_config(0), **unknown})

@@ -108,9 +108,13 @@ FEW = [
     Cell("sequences x data", "autocast", 2),
 ]
 ON_DEVICE = [Cell("context", "fp32", 0), Cell("pipe", "bf16", 0), Cell("tensor", "fp16", 0)]
-# Four ranks on a simulated device take five seconds for each cell.
-MORE_ON_DEVICE = [cell for cell in CELLS if cell.precision in ("fp32", "fp16") and cell.stage in (0, 3)]
-GRIDS = {"few": FEW, "all": CELLS, "few on a device": ON_DEVICE, "more on a device": MORE_ON_DEVICE}
+# On a device, ranks run the cells of one precision at a time: all would take longer than a test may.
+GRIDS = {
+    "few": FEW,
+    "all": CELLS,
+    "few on a device": ON_DEVICE,
+    **{f"{name} on a device": [cell for cell in CELLS if cell.precision == name] for name in PRECISIONS},
+}
 
 
 class Outcome(NamedTuple):
@@ -176,8 +180,6 @@ def choose(grid: str, ranks: int) -> list[Cell]:
 
 def list_cases() -> Iterator[Any]:
     for grid, ranks in product(GRIDS, (2, 4, 8)):
-        if "device" in grid and ranks == 8:
-            continue  # eight simulated devices take longer than the limit of a test
         lacks = "device" in grid and find_obstacle() is not None
         marks = [pytest.mark.skip(reason=find_obstacle() or "")] if lacks else []
         if choose(grid, ranks):
