@@ -8,13 +8,14 @@ from __future__ import annotations
 
 import math
 from collections.abc import Mapping, Sequence
+from datetime import timedelta
 from typing import Any, NamedTuple
 
 import torch
 import torch.distributed as dist
-from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
+from torch.distributed.device_mesh import DeviceMesh
 
-from dsjob.torch_private import make_group_of_one
+from dsjob.torch_private import make_group, make_group_of_one
 
 
 class Axes(NamedTuple):
@@ -32,30 +33,45 @@ class Axes(NamedTuple):
     tensor: int = 1  # parts of each layer
 
 
+def list_lines(places: torch.Tensor, axis: str) -> torch.Tensor:
+    """The ranks that differ only along an axis: int [groups, size of the axis]. places: int, with a dim for each axis
+    of `Axes`: the rank at each place of the mesh."""
+    along = Axes._fields.index(axis)
+    return places.movedim(along, -1).reshape(-1, places.shape[along])
+
+
+def form_groups(lines: torch.Tensor, timeout: float) -> dist.ProcessGroup:
+    """The group of this rank's row of ranks, int [groups, size]. Every rank is in one row. A collective."""
+    if len(lines) == 1 and lines[0].tolist() == list(range(lines.shape[1])):
+        assert dist.group.WORLD is not None
+        return dist.group.WORLD
+    made = make_group(lines.sort(1).values.tolist(), timedelta(seconds=timeout))
+    assert made is not None
+    return made
+
+
 def build_mesh(
     axes: Axes,
     device_type: str,
     *,
     ranks: Sequence[int] = (),
     groups: Mapping[str, dist.ProcessGroup] | None = None,
+    timeout: float = 1800.0,
 ) -> DeviceMesh:
     """Builds a mesh with the axes and sizes of `axes`.
 
     `ranks`: the ranks of the job in mesh order, the last axis varying fastest; 0, 1, 2, ... if empty. `groups`: this
     rank's existing group along each axis of size 2 or more (and `shard`). If empty, all ranks create the groups here,
-    in a collective.
+    in a collective, with `timeout` for what is done in them, in seconds.
     """
     known = dict(groups or {})
     # FSDP2 and code like it communicates along `shard` even if that is a single rank.
     missing = {name: size for name, size in axes._asdict().items() if size > 1 or name == "shard"}
-    if not known:
-        # For an axis that spans the whole job, DeviceMesh reuses the group of all ranks. For the others, it splits
-        # NCCL's communicator with one call per axis; `new_group` would take one call per group.
-        made = init_device_mesh(device_type, tuple(missing.values()), mesh_dim_names=tuple(missing))
-        known = {name: made.get_group(name) for name in missing}
-    assert known.keys() == missing.keys()
     # int [pipe, replicate, shard, context, tensor]: the rank at each place of the mesh.
     places = torch.tensor(ranks or range(math.prod(axes)), dtype=torch.int).view(axes)
+    if not known:
+        known = {name: form_groups(list_lines(places, name), timeout) for name in missing}
+    assert known.keys() == missing.keys()
     # Nothing should communicate along an axis of size 1: see `make_group_of_one`.
     alone = dist.group.WORLD if dist.get_world_size() == 1 else make_group_of_one()
     listed: list[Any] = [known.get(name, alone) for name in axes._fields]

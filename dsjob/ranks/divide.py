@@ -11,9 +11,10 @@ import torch
 import torch.distributed as dist
 
 from dsjob.errors import UsageError
-from dsjob.ranks.axes import Axes
+from dsjob.ranks.axes import Axes, form_groups, list_lines
 from dsjob.ranks.mesh import Ranks, World
 from dsjob.ranks.topology import ProcessTopology, order_ranks
+from dsjob.torch_private import make_group
 
 _WITHIN_MODEL = ("pipe", "context", "tensor")
 
@@ -62,9 +63,7 @@ def _find_along(world: World, places: torch.Tensor, axes: Axes, name: str, *, al
     size = getattr(axes, name)
     if size == 1 and not always:
         return Ranks(timeout=world.timeout)
-    # int [groups, size]: the ranks that differ in this axis alone.
-    lines = places.movedim(axes._fields.index(name), -1).reshape(-1, size)
-    return _form(lines, world)
+    return _form(list_lines(places, name), world)
 
 
 def _join_model(world: World, places: torch.Tensor, along: dict[str, Ranks]) -> Ranks:
@@ -77,11 +76,8 @@ def _join_model(world: World, places: torch.Tensor, along: dict[str, Ranks]) -> 
 
 
 def _form(lines: torch.Tensor, world: World) -> Ranks:
-    """Creates a group of each row of ranks, int [groups, size]. This rank's place in its own."""
-    if len(lines) == 1 and lines[0].tolist() == list(range(lines.shape[1])):
-        return Ranks(dist.get_rank(), lines.shape[1], dist.group.WORLD, world.timeout)
-    allowed = timedelta(seconds=world.timeout)
-    group = dist.new_subgroups_by_enumeration(lines.tolist(), timeout=allowed)[0]  # type: ignore[no-untyped-call]
+    """The group of this rank's row of ranks, int [groups, size], and its place in it. A collective."""
+    group = form_groups(lines, world.timeout)
     return Ranks(dist.get_rank(group), dist.get_world_size(group), group, world.timeout)
 
 
@@ -93,9 +89,8 @@ def join_along(world: World, axis: str, places: Sequence[int]) -> Ranks:
     if tuple(places) == tuple(range(whole.size)):
         return whole
     ranks = torch.tensor(world.order or range(world.everyone.size), dtype=torch.int64).view(world.axes)
-    lines = ranks.movedim(world.axes._fields.index(axis), -1).reshape(-1, whole.size)
-    allowed = timedelta(seconds=world.timeout)
-    made = dist.new_subgroups_by_enumeration(lines[:, list(places)].tolist(), timeout=allowed)  # type: ignore[no-untyped-call]
-    if whole.rank not in places:
+    lines = list_lines(ranks, axis)
+    made = make_group(lines[:, list(places)].sort(1).values.tolist(), timedelta(seconds=world.timeout))
+    if made is None:
         return Ranks(timeout=world.timeout)
-    return Ranks(dist.get_rank(made[0]), dist.get_world_size(made[0]), made[0], world.timeout)
+    return Ranks(dist.get_rank(made), dist.get_world_size(made), made, world.timeout)

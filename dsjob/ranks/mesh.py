@@ -125,7 +125,7 @@ class World:
             # Drop meshes of an earlier process group: they are useless, and keep its connections open.
             for stale in [other for other in _meshes if other[0] is not dist.group.WORLD]:
                 del _meshes[stale]
-            _meshes[key] = build_mesh(self.axes, self.device.type, ranks=self.order, groups=known)
+            _meshes[key] = build_mesh(self.axes, self.device.type, ranks=self.order, groups=known, timeout=self.timeout)
         return _meshes[key]
 
     @property

@@ -23,6 +23,7 @@ from torch import Tensor, nn
 from dsjob.errors import DataError, DsjobError, UsageError
 from dsjob.ranks.agreement import all_gather
 from dsjob.ranks.mesh import Ranks, World
+from dsjob.torch_private import make_group
 from dsjob.trust.frames import describe_failure
 
 T = TypeVar("T")
@@ -212,7 +213,7 @@ def _form_groups(everyone: list[_Said], timeout: float) -> tuple[Ranks, dist.Pro
     """Creates the groups for Determined's form. Ranks with the same data-parallel rank form a model-parallel group; the
     ranks at the same position in these groups form a data-parallel group.
 
-    A collective: every rank creates all groups. Raises UsageError if the model-parallel groups differ in size.
+    A collective. Raises UsageError if the model-parallel groups differ in size.
     """
     size = everyone[0].size
     # models[d]: the ranks that hold the model of data-parallel rank d together.
@@ -229,7 +230,7 @@ def _form_groups(everyone: list[_Said], timeout: float) -> tuple[Ranks, dist.Pro
     # models: [data][model] -> rank; its transpose has one data-parallel group per row.
     columns = [list(members) for members in zip(*models, strict=True)]
     allowed = timedelta(seconds=timeout)
-    model, data = (dist.new_subgroups_by_enumeration(groups, timeout=allowed)[0] for groups in (models, columns))  # type: ignore[no-untyped-call]
+    model, data = (make_group([sorted(ranks) for ranks in groups], allowed) for groups in (models, columns))
     return Ranks(dist.get_rank(model), dist.get_world_size(model), model), data
 
 

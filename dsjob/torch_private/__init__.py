@@ -9,12 +9,15 @@ used everywhere: torch documents it ("Foreach Operations").
 from __future__ import annotations
 
 import copy
+import hashlib
 import logging
-from collections.abc import Callable, Iterator
+from collections import Counter
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import replace
 from datetime import timedelta
 from typing import TYPE_CHECKING, Any, cast
+from weakref import WeakKeyDictionary
 
 import torch
 import torch.distributed as dist
@@ -23,7 +26,12 @@ from torch._C._functorch import is_functorch_wrapped_tensor as is_functorch_wrap
 from torch._subclasses.fake_tensor import FakeTensor as FakeTensor
 from torch._subclasses.fake_tensor import FakeTensorMode as FakeTensorMode
 from torch.distributed import Store
-from torch.distributed.distributed_c10d import _get_default_store, _new_process_group_helper, _world
+from torch.distributed.distributed_c10d import (
+    _get_default_store,
+    _get_split_source,
+    _new_process_group_helper,
+    _world,
+)
 from torch.nn.modules.batchnorm import _NormBase
 from torch.optim import Optimizer
 from torch.optim.optimizer import _global_optimizer_post_hooks, _global_optimizer_pre_hooks
@@ -70,6 +78,36 @@ def get_store() -> Store:
     return _get_default_store()
 
 
+_made: WeakKeyDictionary[dist.ProcessGroup, Counter[tuple[int, ...]]] = WeakKeyDictionary()  # by the default group
+
+
+def make_group(lines: Sequence[Sequence[int]], timeout: timedelta) -> dist.ProcessGroup | None:
+    """A group of those of `lines`, sorted and disjoint lists of ranks, that this rank is in; None if it is in none. All
+    ranks call it with the same lines, in the same order of calls.
+
+    `dist.new_group` would be called for each line on all ranks: at 1,024 ranks, a thousand times. This creates at most
+    one group: by one split of NCCL's communicator, which all ranks take part in, or by the ranks of the group alone.
+    For why not with use_local_synchronization, see `make_group_of_hosts`.
+    """
+    world: Any = dist.group.WORLD
+    if world.bound_device_id is not None and _get_split_source(world) is not None:
+        return dist.split_group(split_ranks=[list(line) for line in lines], timeout=timeout)
+    own = next((tuple(line) for line in lines if dist.get_rank() in line), None)
+    if own is None:
+        return None
+    # The store keeps the addresses of earlier groups under their names, even of those that have been destroyed.
+    counts = _made.setdefault(world, Counter())
+    counts[own] += 1
+    number = hashlib.sha1(repr((own, counts[own])).encode(), usedforsecurity=False).hexdigest()
+    return _make_named(own, own.index(dist.get_rank()), _world.pg_map[world][0], f"dsjob/{number}", timeout)
+
+
+def _make_named(ranks: Sequence[int], rank: int, backend: Any, name: Any, timeout: timedelta) -> dist.ProcessGroup:
+    made, _ = _new_process_group_helper(len(ranks), rank, list(ranks), backend, get_store(), name, timeout=timeout)
+    _world.pg_group_ranks[made] = {rank: number for number, rank in enumerate(ranks)}
+    return cast(dist.ProcessGroup, made)
+
+
 def make_group_of_hosts(group: dist.ProcessGroup, timeout: timedelta) -> dist.ProcessGroup:
     """A gloo group with the ranks of `group`, and a name derived from that of `group`. Only these ranks call it.
 
@@ -77,10 +115,7 @@ def make_group_of_hosts(group: dist.ProcessGroup, timeout: timedelta) -> dist.Pr
     That number may differ, and ranks that use different names wait for each other for ever.
     """
     ranks = dist.get_process_group_ranks(group)
-    name: Any = f"{group.group_name}/hosts"
-    made, _ = _new_process_group_helper(len(ranks), group.rank(), ranks, "gloo", get_store(), name, timeout=timeout)
-    _world.pg_group_ranks[made] = {rank: number for number, rank in enumerate(ranks)}
-    return cast(dist.ProcessGroup, made)
+    return _make_named(ranks, group.rank(), "gloo", f"{group.group_name}/hosts", timeout)
 
 
 def make_group_of_one() -> dist.ProcessGroup:

@@ -10,9 +10,10 @@ import torch
 import torch.distributed as dist
 from ranks import run_ranks
 
+from dsjob import torch_private
 from dsjob.errors import UsageError
 from dsjob.ranks.axes import Axes
-from dsjob.ranks.divide import divide_axes
+from dsjob.ranks.divide import divide_axes, join_along
 from dsjob.ranks.mesh import World
 from dsjob.ranks.topology import (
     PipeDataParallelTopology,
@@ -119,3 +120,52 @@ def refuse(world: World) -> str:
 def test_ranks_that_do_not_divide() -> None:
     for told in run_ranks(refuse, 3):
         assert told == "3 ranks do not divide into groups of 2, which hold one model each; start 2 ranks"
+
+
+def test_a_rank_creates_only_its_own_groups(monkeypatch: pytest.MonkeyPatch) -> None:
+    """At 1,024 ranks: one along each axis, one of those that hold a copy of the model, and one of those that tie."""
+    made: list[int] = []
+    make = torch_private._new_process_group_helper
+
+    def count(size: int, *args: Any, **given: Any) -> Any:
+        made.append(size)
+        return make(size, *args, **given)
+
+    with torch_private.imagining_ranks(1024):
+        monkeypatch.setattr(torch_private, "_new_process_group_helper", count)
+        monkeypatch.setattr(dist.distributed_c10d, "_new_process_group_helper", count)
+        world = World(data_rank=0, local_rank=0, data_size=1024, device=torch.device("cpu"))
+        divided = divide_axes(world, pipe=8, context=2, tensor=4)
+        tied = join_along(divided, "pipe", (0, 7))
+        assert dist.get_process_group_ranks(divided.data.group) == list(range(0, 128, 8))
+        assert dist.get_process_group_ranks(tied.group) == [0, 896]
+    assert made == [8, 2, 4, 16, 64, 2]
+
+
+def join_often(world: World) -> list[int]:
+    """Groups that overlap, of ranks that are in different numbers of other groups, some with the same ranks."""
+    sums = []
+    if world.everyone.rank in (0, 3):
+        dist.new_group([0, 3], use_local_synchronization=True)
+    for divided in (divide_axes(world, pipe=4), divide_axes(world, pipe=4, order=(3, 1, 2, 0))):
+        for places in ((0, 3), (0, 1), (1, 3), (0, 3), (1, 2, 3)):
+            joined = join_along(divided, "pipe", places)
+            number = torch.tensor(2.0 ** dist.get_rank())
+            if joined.size > 1:
+                dist.all_reduce(number, group=joined.group)
+            sums.append(int(number))
+    pair = divide_axes(world, pipe=2)
+    number = torch.tensor(2.0 ** dist.get_rank())
+    dist.all_reduce(number, group=pair.data.group)
+    return [*sums, int(number)]
+
+
+def test_groups_of_the_same_ranks_meet_each_time() -> None:
+    found = run_ranks(join_often, 4)
+    for rank, sums in enumerate(found):
+        want = []
+        for order in ((0, 1, 2, 3), (3, 1, 2, 0)):
+            for places in ((0, 3), (0, 1), (1, 3), (0, 3), (1, 2, 3)):
+                ranks = [order[place] for place in places]
+                want.append(sum(2**other for other in (ranks if rank in ranks else [rank])))
+        assert sums == [*want, 3 if rank < 2 else 12]
