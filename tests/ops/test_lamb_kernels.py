@@ -9,7 +9,7 @@ from typing import Any
 
 import pytest
 import torch
-from host_kernels import build_on_host
+from host_kernels import SOURCES, build_on_host, load_launches
 from machine import lacks_commands
 from ranks import run_ranks
 from torch import Tensor, nn
@@ -20,16 +20,11 @@ from dsjob.optim import lamb
 from dsjob.optim.lamb import Lamb
 from dsjob.ranks.mesh import World
 
-SOURCES = Path(kernels.__file__).parent / "csrc" / "lamb"
-SHIM = Path(__file__).parents[1] / "support" / "cuda_on_host.h"
-SIZES = (0, 1, 63, 64, 257, 16384, 16385, 40000)  # around threads (64), lanes (4 x 64) and chunks (16384)
+SIZES = (0, 1, 63, 64, 257, 16384, 16385, 40000)  # around threads, lanes and chunks (16384)
 FORM: dict[str, Any] = {"eps": 1e-6, "eps_inside_root": False, "decay": 0.1}
 
-HOST = """
-#include "SHIM"
-#include "kernels.cuh"
-using namespace dsjob;
-extern "C" void run(int count, int64_t* sizes, float** weights, float** gradients, float** averages, float** squares,
+WRAPPERS = """
+void run(int count, int64_t* sizes, float** weights, float** gradients, float** averages, float** squares,
                     float* sums, float* totals, float* ratios, bool inside) {
     Table table = {};
     for (; table.tensors < count; ++table.tensors) {
@@ -43,9 +38,8 @@ extern "C" void run(int count, int64_t* sizes, float** weights, float** gradient
         table.squares[i] = squares[i];
     }
     const LambStep step = {0.9f, 0.99f, 1e-6f, 0.1f, inside};
-    launch(unsigned(table.ends[count - 1]), {64, 1, 1}, [=] { lamb_average(table, step, sums); });
-    launch(unsigned(count), {64, 1, 1}, [=] { lamb_total(table, sums, totals); });
-    launch(unsigned(table.ends[count - 1]), {64, 1, 1}, [=] { lamb_apply(table, step, ratios); });
+    lamb_average(table, step, sums, totals, nullptr);
+    lamb_apply(table, step, ratios, nullptr);
 }
 """
 
@@ -67,20 +61,15 @@ def reference(w: Tensor, g: Tensor, m: Tensor, v: Tensor, rate: float, inside: b
 
 
 @pytest.fixture(scope="module")
-def host(tmp_path_factory: pytest.TempPathFactory) -> Path:
+def host(tmp_path_factory: pytest.TempPathFactory) -> ctypes.CDLL:
     """The kernels as a library for the CPU."""
     if lacking := lacks_commands("g++"):
         pytest.skip(str(lacking))
-    folder = tmp_path_factory.mktemp("kernels")
-    (folder / "host.cpp").write_text(HOST.replace("SHIM", str(SHIM)))
-    options = ["-std=c++20", "-O1", "-pthread", "-shared", "-fPIC", f"-I{SOURCES}"]
-    subprocess.run(["g++", *options, folder / "host.cpp", "-o", folder / "host.so"], check=True)
-    return folder / "host.so"
+    return load_launches("lamb", tmp_path_factory.mktemp("kernels"), WRAPPERS)
 
 
 @pytest.mark.parametrize("inside", [True, False])
-def test_the_kernels_compute_lamb_on_a_cpu(inside: bool, host: Path) -> None:
-    host = ctypes.CDLL(str(host))
+def test_the_kernels_compute_lamb_on_a_cpu(inside: bool, host: ctypes.CDLL) -> None:
     weights, averages, squares = draw(0), [torch.zeros(s) for s in SIZES], [torch.zeros(s) for s in SIZES]
     w, m, v = ([tensor.double() for tensor in tensors] for tensors in (weights, averages, squares))
     ratios = torch.linspace(0.5, 2, len(SIZES))
@@ -108,7 +97,7 @@ def test_nvcc_compiles_the_kernels(tmp_path: Path, architecture: str) -> None:
         pytest.skip(str(lacking))
     target = f"arch=compute_{architecture},code=sm_{architecture}"
     options = ["-std=c++17", "-O3", "--Werror", "all-warnings", "-gencode", target]
-    command = ["nvcc", *options, "-c", str(SOURCES / "launch.cu"), "-o", str(tmp_path / "launch.o")]
+    command = ["nvcc", *options, "-c", str(SOURCES / "lamb" / "launch.cu"), "-o", str(tmp_path / "launch.o")]
     done = subprocess.run(command, capture_output=True, text=True, check=False)
     assert done.returncode == 0, done.stderr
 

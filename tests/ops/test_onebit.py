@@ -12,7 +12,7 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
-from host_kernels import build_on_host
+from host_kernels import SOURCES, build_on_host, load_launches
 from machine import lacks_commands
 from ranks import run_ranks
 from torch import Tensor
@@ -20,8 +20,6 @@ from torch import Tensor
 from dsjob.ops import onebit
 from dsjob.ranks.mesh import World
 
-SOURCES = Path(onebit.__file__).parent / "csrc" / "onebit_cuda"
-SHIM = Path(__file__).parents[1] / "support" / "cuda_on_host.h"
 LACKING = lacks_commands(os.environ.get("CXX", "c++"))
 needs_compiler = pytest.mark.skipif(LACKING is not None, reason=str(LACKING))
 CPU = torch.device("cpu")
@@ -160,30 +158,21 @@ def test_every_instruction_set_gives_the_same_bits(limit: str, monkeypatch: pyte
     assert used in ("plain", "avx2", "avx512")[: ("plain", "avx2", "avx512").index(limit) + 1]
 
 
-HOST = """
-#include "SHIM"
-#include "kernels.cuh"
-using namespace dsjob;
-extern "C" {
-void run_compress(float* values, bool* alive, float* scales, int64_t* ends, int spans, uint8_t* packed, float* errors,
-                  unsigned rows, long width) {
-    const Spans all = {scales, ends, spans};
-    launch({2, rows, 1}, {64, 1, 1}, [=] { compress_signs(values, alive, all, packed, errors, width); });
+WRAPPERS = """
+int run_compress(float* values, bool* alive, float* scales, int64_t* ends, int spans, uint8_t* packed, float* errors,
+                 long rows, long width) {
+    return compress_signs(values, alive, scales, ends, spans, packed, errors, rows, width, nullptr);
 }
-void run_expand(uint8_t* packed, long stride, float* scales, int64_t* ends, int spans, float* values, unsigned rows,
-                long width) {
-    launch({2, rows, 1}, {64, 1, 1}, [=] { expand_signs(packed, stride, {scales, ends, spans}, values, width); });
-}
+int run_expand(uint8_t* packed, long stride, float* scales, int64_t* ends, int spans, float* values, long rows,
+               long width) {
+    return expand_signs(packed, stride, scales, ends, spans, values, rows, width, nullptr);
 }
 """
 
 
 @needs_compiler
 def test_the_kernels_for_gpus_give_the_same_bits_on_a_cpu(tmp_path: Path) -> None:
-    (tmp_path / "host.cpp").write_text(HOST.replace("SHIM", str(SHIM)))
-    options = ["-std=c++20", "-O1", "-pthread", "-shared", "-fPIC", f"-I{SOURCES}"]
-    subprocess.run(["g++", *options, tmp_path / "host.cpp", "-o", tmp_path / "host.so"], check=True)
-    host = ctypes.CDLL(str(tmp_path / "host.so"))
+    host = load_launches("onebit_cuda", tmp_path, WRAPPERS)
     for widths in ([8], [0, 40, 0, 64, 0], [32, 72, 200]):
         width = sum(widths)
         numbers, alive, scales = draw(3, widths)
@@ -193,15 +182,16 @@ def test_the_kernels_for_gpus_give_the_same_bits_on_a_cpu(tmp_path: Path) -> Non
 
         def call(name: str, *arguments: Tensor | ctypes.c_long | int) -> None:
             pointers = [ctypes.c_void_p(a.data_ptr()) if isinstance(a, Tensor) else a for a in arguments]
-            getattr(host, name)(*pointers)
+            assert getattr(host, name)(*pointers) == 0
 
-        call("run_compress", numbers, alive, scales, ends, len(widths), packed, errors, 3, ctypes.c_long(width))
+        shape = (ctypes.c_long(3), ctypes.c_long(width))
+        call("run_compress", numbers, alive, scales, ends, len(widths), packed, errors, *shape)
         expected, left = onebit.compress(numbers, alive, scales, widths)
         assert torch.equal(packed, expected)
         assert torch.equal(errors, left)
         message = torch.cat([packed, packed[:, :1]], 1)
         stride = ctypes.c_long(message.stride(0))
-        call("run_expand", message, stride, scales, ends, len(widths), values, 3, ctypes.c_long(width))
+        call("run_expand", message, stride, scales, ends, len(widths), values, *shape)
         assert torch.equal(values, onebit.expand(packed, scales, widths))
 
 
@@ -232,7 +222,7 @@ def test_nvcc_compiles_the_kernels(tmp_path: Path, architecture: str) -> None:
         pytest.skip(str(lacking))
     target = f"arch=compute_{architecture},code=sm_{architecture}"
     options = ["-std=c++17", "-O3", "--Werror", "all-warnings", "-gencode", target]
-    command = ["nvcc", *options, "-c", str(SOURCES / "launch.cu"), "-o", str(tmp_path / "launch.o")]
+    command = ["nvcc", *options, "-c", str(SOURCES / "onebit_cuda" / "launch.cu"), "-o", str(tmp_path / "launch.o")]
     done = subprocess.run(command, capture_output=True, text=True, check=False)
     assert done.returncode == 0, done.stderr
 

@@ -7,11 +7,7 @@
 
 #include "table.h"
 
-#ifdef __CUDACC__
 #define DSJOB_DEVICE __device__ __forceinline__
-#else
-#define DSJOB_DEVICE inline
-#endif
 
 namespace dsjob {
 

@@ -6,11 +6,7 @@
 
 #include <cstdint>
 
-#ifdef __CUDACC__
 #define DSJOB_DEVICE __device__ __forceinline__
-#else
-#define DSJOB_DEVICE inline
-#endif
 
 namespace dsjob {
 

@@ -22,7 +22,7 @@ cudaError_t compress_signs(
     if (rows > kRows) return cudaErrorInvalidValue;
     if (!rows || !width) return cudaSuccess;  // a grid of no blocks is an error
     compress_signs<<<make_grid(rows, width), kThreads, 0, stream>>>(
-        values, alive, {scales, ends, spans}, packed, errors, width
+        values, alive, Spans{scales, ends, spans}, packed, errors, width
     );
     return cudaGetLastError();
 }
@@ -34,7 +34,7 @@ cudaError_t expand_signs(
     if (rows > kRows) return cudaErrorInvalidValue;
     if (!rows || !width) return cudaSuccess;
     expand_signs<<<make_grid(rows, width), kThreads, 0, stream>>>(
-        packed, stride, {scales, ends, spans}, values, width
+        packed, stride, Spans{scales, ends, spans}, values, width
     );
     return cudaGetLastError();
 }

@@ -49,7 +49,7 @@ __global__ void drop_add_norm(
     const T* x, const T* bias, const T* residual, const T* weight, const T* norm_bias, T* z, T* y, std::uint8_t* kept,
     float* mean, float* slope, float ratio, std::uint64_t seed, std::uint64_t offset, float eps, int width
 ) {
-    DSJOB_SHARED_ROW(row);
+    extern __shared__ float row[];
     __shared__ float partial[kWarp];
     const std::int64_t start = std::int64_t(blockIdx.x) * width;
     const float scale = 1.0f / (1.0f - ratio);

@@ -1,29 +1,23 @@
-// What the kernels of the transformer layer compute with. It also compiles without nvcc, for the tests on a CPU.
+// What the kernels of the transformer layer compute with.
 #pragma once
+
+#include <cuda_bf16.h>
+#include <cuda_fp16.h>
+#include <cuda_runtime.h>
 
 #include <cmath>
 #include <cstdint>
 
-#ifdef __CUDACC__
-#include <cuda_bf16.h>
-#include <cuda_fp16.h>
 #define DSJOB_DEVICE __device__ __forceinline__
-#define DSJOB_SHARED_ROW(name) extern __shared__ float name[]
-#else
-#define DSJOB_DEVICE inline
-#define DSJOB_SHARED_ROW(name) static float name[1 << 14]
-#endif
 
 namespace dsjob {
 
 DSJOB_DEVICE float widen(float value) { return value; }
-DSJOB_DEVICE void narrow(float value, float* out) { *out = value; }
-#ifdef __CUDACC__
 DSJOB_DEVICE float widen(__half value) { return __half2float(value); }
 DSJOB_DEVICE float widen(__nv_bfloat16 value) { return __bfloat162float(value); }
+DSJOB_DEVICE void narrow(float value, float* out) { *out = value; }
 DSJOB_DEVICE void narrow(float value, __half* out) { *out = __float2half(value); }
 DSJOB_DEVICE void narrow(float value, __nv_bfloat16* out) { *out = __float2bfloat16(value); }
-#endif
 
 constexpr float kRoot = 0.7978845608028654f;  // sqrt(2 / pi)
 constexpr float kCubic = 0.044715f;

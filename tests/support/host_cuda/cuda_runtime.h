@@ -1,5 +1,4 @@
 // Stands in for CUDA's header, for bindings and kernels that tests run on a CPU.
 #pragma once
 
-enum cudaError_t { cudaSuccess, cudaErrorInvalidValue };
-using cudaStream_t = void*;
+#include "../cuda_on_host.h"

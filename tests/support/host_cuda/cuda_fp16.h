@@ -1,0 +1,7 @@
+#pragma once
+
+struct __half {
+    _Float16 value;
+};
+inline float __half2float(__half x) { return float(x.value); }
+inline __half __float2half(float x) { return {_Float16(x)}; }
