@@ -6,6 +6,7 @@ The optimizers use torch's foreach and fused steps, or dsjob's kernels, built on
 from dsjob.deepspeed.absent import explain_names as _explain_names
 from dsjob.deepspeed.ops import adagrad as adagrad
 from dsjob.deepspeed.ops import adam as adam
+from dsjob.deepspeed.ops import aio as aio
 from dsjob.deepspeed.ops import lamb as lamb
 from dsjob.deepspeed.ops import lion as lion
 from dsjob.deepspeed.ops import transformer as transformer
@@ -14,7 +15,7 @@ from dsjob.deepspeed.ops.transformer import DeepSpeedTransformerLayer as DeepSpe
 
 __compatible_ops__ = {
     **dict.fromkeys(("fused_adam", "cpu_adam", "cpu_adagrad", "fused_lamb", "fused_lion", "cpu_lion"), True),
-    **dict.fromkeys(("transformer", "stochastic_transformer", "async_io"), True),
+    **dict.fromkeys(("transformer", "stochastic_transformer", "async_io", "pin_memory"), True),
     **dict.fromkeys(("quantizer", "sparse_attn", "inference_core_ops"), False),
 }
 

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from importlib import import_module
+from types import ModuleType
 from typing import ClassVar
 
 from dsjob.deepspeed.absent import explain_names as _explain_names
@@ -71,6 +73,16 @@ class AsyncIOBuilder(OpBuilder):
     """Asynchronous file I/O; dsjob's own needs nothing to be built."""
 
     NAME = "async_io"
+
+    def load(self, verbose: bool = True) -> ModuleType:
+        """A module with `aio_handle`."""
+        return import_module("dsjob.deepspeed.ops.aio")
+
+
+class PinMemoryBuilder(AsyncIOBuilder):
+    """Page-locked memory: `load` returns a module with `pin_handle`."""
+
+    NAME = "pin_memory"
 
 
 __getattr__ = _explain_names(__name__)
