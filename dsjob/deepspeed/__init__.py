@@ -11,6 +11,7 @@ from dsjob import __version__ as _version
 from dsjob.deepspeed import checkpoint as checkpoint
 from dsjob.deepspeed import checkpointing as checkpointing
 from dsjob.deepspeed import comm as comm
+from dsjob.deepspeed import elasticity as elasticity
 from dsjob.deepspeed import moe as moe
 from dsjob.deepspeed import ops as ops
 from dsjob.deepspeed import pipe as pipe
@@ -21,12 +22,14 @@ from dsjob.deepspeed.absent import explain_imports as _explain_imports
 from dsjob.deepspeed.absent import explain_names as _explain_names
 from dsjob.deepspeed.accelerator import get_accelerator as get_accelerator
 from dsjob.deepspeed.entry import initialize as initialize
+from dsjob.deepspeed.git_version_info import version as API_VERSION
 from dsjob.deepspeed.ops.transformer import DeepSpeedTransformerConfig as DeepSpeedTransformerConfig
 from dsjob.deepspeed.ops.transformer import DeepSpeedTransformerLayer as DeepSpeedTransformerLayer
 from dsjob.deepspeed.pipe import PipelineModule as PipelineModule
 from dsjob.deepspeed.runtime.engine import DeepSpeedEngine as DeepSpeedEngine
 from dsjob.deepspeed.runtime.pipe.engine import PipelineEngine as PipelineEngine
 from dsjob.deepspeed.tensor_model import tp_model_init as tp_model_init
+from dsjob.deepspeed.utils.init_on_device import OnDevice as OnDevice
 from dsjob.engine.build import add_config_arguments as add_config_arguments
 from dsjob.engine.build import init_distributed as init_distributed
 from dsjob.errors import ConfigError
@@ -34,7 +37,6 @@ from dsjob.errors import ConfigError
 DeepSpeedConfigError = ConfigError
 dist = comm
 
-API_VERSION = "0.19.6"  # of the DeepSpeed whose calls these are
 __version__ = version = API_VERSION
 __version_major__, __version_minor__, __version_patch__ = (int(part) for part in API_VERSION.split("."))
 __git_hash__ = __git_branch__ = None

@@ -26,7 +26,6 @@ _NVME = "the config's offload_optimizer and offload_param sections keep state on
 _OPTIMIZER = "engine.optimizer is the optimizer itself, without a wrapper; `dsjob plan` predicts the memory of a job"
 _KERNELS = "use torch's own attention and layers (scaled_dot_product_attention, torch.compile: compile.enabled)"
 _TILED = "use torch.nn.Linear; dsjob.linear_cross_entropy saves the memory of a large vocabulary's logits"
-_ON_DEVICE = 'build the model under torch.device("meta"), or at stage 3 under deepspeed.zero.Init()'
 _LAUNCHER = "start ranks with `dsjob exec`, torchrun, srun, or launch.nproc in a job document"
 
 # What to use instead, by the name below `deepspeed`. An entry for a package applies to everything in it.
@@ -57,7 +56,7 @@ ALTERNATIVES = {
     "autotuning": "`dsjob plan` predicts what fits, and `dsjob -m ... trainer.micro_batch=4,8` measures speed",
     "profiling": "a job's log shows samples and tokens per second; torch.profiler shows operators",
     "monitor": "engine.monitor writes to the monitors of the config: tensorboard, wandb, csv_monitor, comet",
-    "elasticity": "a checkpoint resumes on any number of ranks, with the same train batch",
+    "elasticity.elastic_agent": "a checkpoint resumes on any number of ranks; dsjob and torchrun restart ranks",
     "launcher.launch": _LAUNCHER,
     "launcher.multinode_runner": _LAUNCHER,
     "launcher.runner.main": _LAUNCHER,
@@ -72,8 +71,6 @@ ALTERNATIVES = {
     "runtime.zero.TiledLinear": _TILED,
     "runtime.utils.get_global_norm": "engine.get_global_grad_norm() gives the norm of the last step",
     "runtime.utils.DummyOptim": "initialize without an optimizer needs none",
-    "utils.OnDevice": _ON_DEVICE,
-    "OnDevice": _ON_DEVICE,
     "utils.instrument_w_nvtx": "torch.profiler.record_function names a part of a program in traces",
     "nebula": "checkpoint.async saves checkpoints in the background",
     "datastates": "checkpoint.async saves checkpoints in the background",

@@ -40,4 +40,11 @@ def all_gather_into_tensor(
     return _dist.all_gather_into_tensor(output_tensor, given, group=group, async_op=async_op)
 
 
+def inference_all_reduce(
+    tensor: Tensor, op: Any = _dist.ReduceOp.SUM, group: _dist.ProcessGroup | None = None, async_op: bool = False
+) -> Any:
+    """torch's `all_reduce`. DeepSpeed has another kernel for small tensors, with the same result."""
+    return _dist.all_reduce(tensor, op=op, group=group, async_op=async_op)
+
+
 __getattr__ = _explain_names(__name__, lambda name: getattr(_dist, name))

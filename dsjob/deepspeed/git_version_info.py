@@ -1,9 +1,11 @@
-"""`deepspeed.git_version_info`: the versions that the installed torch was built with."""
+"""`deepspeed.git_version_info`: the DeepSpeed whose calls these are, and what the installed torch was built with."""
 
 import torch
 
 from dsjob.deepspeed.absent import explain_names as _explain_names
 
+version = "0.19.6"
+git_hash = git_branch = None
 torch_info = {
     "version": ".".join(torch.__version__.split(".")[:2]),
     "bf16_support": True,

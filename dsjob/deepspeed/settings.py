@@ -44,6 +44,7 @@ class Settings:
     config: Mapping[str, Any]
 
     steps_per_print = _read("steps_per_print")
+    log_level = _read("log_level")
     gradient_clipping = _read("gradient_clipping")
     gradient_predivide_factor = _read("gradient_predivide_factor")
     wall_clock_breakdown = _is_on("wall_clock_breakdown")

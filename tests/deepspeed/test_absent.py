@@ -32,7 +32,7 @@ from dsjob.deepspeed.absent import ALTERNATIVES
         ("from dsjob.deepspeed.ops.adam import FuzedAdam", "no deepspeed.ops.adam.FuzedAdam: did you mean FusedAdam?"),
         ("from dsjob.deepspeed.comm import Pipe", "no deepspeed.comm.Pipe; docs/explanation/deepspeed-tests.md"),
         ("from dsjob.deepspeed.runtime.lr_schedules import OneCycel", "did you mean OneCycle?"),
-        ("from dsjob.deepspeed import log_dist", "no deepspeed.log_dist: it is deepspeed.utils.log_dist"),
+        ("from dsjob.deepspeed import log_dist", "no deepspeed.log_dist: it is deepspeed.utils.logging.log_dist"),
         ("import dsjob.deepspeed.inferense", "no deepspeed.inferense; docs/explanation/deepspeed-tests.md"),
     ],
 )

@@ -12,14 +12,17 @@ from dsjob.optim.adam import DeepSpeedAdam
 
 
 class _Adam(type):
-    """Makes torch's Adam an instance of FusedAdam: a config with type Adam or AdamW creates torch's optimizer."""
+    """Makes torch's Adam an instance: a config with type Adam or AdamW creates torch's optimizer.
+
+    It is a FusedAdam anywhere, and a DeepSpeedCPUAdam where it steps parameters on the host.
+    """
 
     def __instancecheck__(cls, instance: object) -> bool:
-        return (
-            isinstance(instance, torch.optim.Adam)
-            if cls.__name__ == "FusedAdam"
-            else super().__instancecheck__(instance)
-        )
+        if cls.__name__ == "FusedAdam":
+            return isinstance(instance, torch.optim.Adam)
+        if cls.__name__ == "DeepSpeedCPUAdam" and isinstance(instance, torch.optim.Adam):
+            return all(p.device.type == "cpu" for group in instance.param_groups for p in group["params"])
+        return super().__instancecheck__(instance)
 
 
 class FusedAdam(DeepSpeedAdam, metaclass=_Adam):

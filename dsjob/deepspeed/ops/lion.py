@@ -10,7 +10,17 @@ from dsjob.deepspeed.defaults import fill_params
 from dsjob.optim.lion import Lion
 
 
-class FusedLion(Lion):
+class _Lion(type):
+    """Makes the Lion of a config an instance of both classes; DeepSpeedCPULion only where it steps on the host."""
+
+    def __instancecheck__(cls, instance: object) -> bool:
+        if cls.__name__ not in ("FusedLion", "DeepSpeedCPULion") or not isinstance(instance, Lion):
+            return super().__instancecheck__(instance)
+        placed = {p.device.type for group in instance.param_groups for p in group["params"]}
+        return cls.__name__ == "FusedLion" or placed == {"cpu"}
+
+
+class FusedLion(Lion, metaclass=_Lion):
     """Lion, with the arguments of `optimizer.params` for type Lion."""
 
     def __init__(self, params: Iterable[Any], **given: Any) -> None:

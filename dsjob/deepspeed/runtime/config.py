@@ -14,6 +14,7 @@ from dsjob.contract.check import check_shape
 from dsjob.contract.paths import get_at
 from dsjob.contract.rules import RULES
 from dsjob.deepspeed.absent import explain_names as _explain_names
+from dsjob.deepspeed.elasticity.elasticity import apply_elasticity
 from dsjob.deepspeed.settings import Settings
 from dsjob.document.bare import complete_config, resolve_config
 from dsjob.engine.configs import read_config
@@ -23,6 +24,16 @@ from dsjob.ranks.mpu import read_data_ranks
 DeepSpeedConfigError = ConfigError
 ADAGRAD_OPTIMIZER, ADAM_OPTIMIZER, ADAMW_OPTIMIZER = "adagrad", "adam", "adamw"
 LAMB_OPTIMIZER, LION_OPTIMIZER, MUON_OPTIMIZER = "lamb", "lion", "muon"
+
+
+def get_log_level(param_dict: Mapping[str, Any]) -> str | None:
+    """`log_level` of a config, or None: then the logger keeps its level."""
+    return param_dict.get("log_level")
+
+
+def get_gradient_clipping(param_dict: Mapping[str, Any]) -> float:
+    """`gradient_clipping` of a config, or its default."""
+    return cast(float, get_at(complete_config(param_dict), ("gradient_clipping",)))
 
 
 class Section:
@@ -102,8 +113,10 @@ def read_whole(config: str | Mapping[str, Any] | os.PathLike[str], mpu: Any) -> 
     """Reads a config. Returns it as given, and with all defaults filled in. Raises ConfigError, UsageError."""
     given, _, origin = read_config(None, cast(str, config))
     ranks = dist.get_world_size() if dist.is_initialized() else 1
-    spec, _ = resolve_config(given, world_size=ranks if mpu is None else read_data_ranks(mpu)[1], locate=origin.locate)
-    return given, complete_config(given, spec)
+    ranks = ranks if mpu is None else read_data_ranks(mpu)[1]
+    settled = apply_elasticity(given, ranks)
+    spec, _ = resolve_config(settled, world_size=ranks, locate=origin.locate)
+    return given, complete_config(settled, spec)
 
 
 __getattr__ = _explain_names(__name__)

@@ -7,7 +7,7 @@ from contextlib import contextmanager
 from typing import Any
 
 from torch import Tensor
-from torch.optim import Optimizer
+from torch.optim import Adam, Optimizer
 
 from dsjob.data import Epochs
 from dsjob.deepspeed.absent import explain_names as _explain_names
@@ -41,6 +41,8 @@ class DeepSpeedEngine(Settings, Engine):
         optimizer: Any = self.optimizer
         if optimizer is not None and self._update.scaler is not None:
             optimizer.overflow = False
+        if optimizer is not None and isinstance(self.optimizer, Adam):
+            optimizer.adam_w_mode = bool(optimizer.defaults["decoupled_weight_decay"])
         if optimizer is not None and self.zero_stage == 3:
             optimizer.parameter_offload = DeepSpeedZeRoOffload()
         # As DeepSpeed does: programs evaluate and save on rank 0 alone.

@@ -2,14 +2,14 @@
 
 from __future__ import annotations
 
-import logging
-from collections.abc import Sequence
-
-import torch.distributed as _dist
-
 from dsjob.data.epochs import RepeatingLoader as RepeatingLoader
 from dsjob.deepspeed.absent import explain_names as _explain_names
 from dsjob.deepspeed.utils import groups as groups
+from dsjob.deepspeed.utils import logging as logging
+from dsjob.deepspeed.utils.init_on_device import OnDevice as OnDevice
+from dsjob.deepspeed.utils.logging import log_dist as log_dist
+from dsjob.deepspeed.utils.logging import logger as logger
+from dsjob.deepspeed.utils.logging import set_log_level_from_string as set_log_level_from_string
 from dsjob.parallel.parameters import safe_get_full_fp32_param as safe_get_full_fp32_param
 from dsjob.parallel.parameters import safe_get_full_grad as safe_get_full_grad
 from dsjob.parallel.parameters import safe_get_full_optimizer_state as safe_get_full_optimizer_state
@@ -30,15 +30,5 @@ from dsjob.parallel.zero import set_z3_leaf_modules_by_name as set_z3_leaf_modul
 from dsjob.parallel.zero import set_z3_leaf_modules_by_suffix as set_z3_leaf_modules_by_suffix
 from dsjob.parallel.zero import unset_z3_leaf_modules as unset_z3_leaf_modules
 from dsjob.parallel.zero import z3_leaf_module as z3_leaf_module
-
-logger = logging.getLogger("dsjob")
-
-
-def log_dist(message: str, ranks: Sequence[int] | None = None, level: int = logging.INFO) -> None:
-    """Logs a message on the given ranks. Without ranks, or with -1 among them, logs on all ranks."""
-    rank = _dist.get_rank() if _dist.is_initialized() else 0
-    if not ranks or -1 in ranks or rank in ranks:
-        logger.log(level, "[Rank %d] %s", rank, message)
-
 
 __getattr__ = _explain_names(__name__)
