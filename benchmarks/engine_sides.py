@@ -34,6 +34,7 @@ SHAPES = {
     "50m": (512, 14, 32),
     "300m": (1024, 24, 1024),
     "1b": (2048, 24, 2048),
+    "6.5b": (4096, 32, 2048),
 }
 
 
@@ -147,7 +148,11 @@ class Ours(Side):
             **self.sections,
         }
         document = resolve_job(job, world_size=world.data_size, locate=lambda path: ("benchmark", 0, 0)).document
-        self.engine = build_job_engine(make_model(cell), complete_job(document).models[SOLE], world, trust=Trust())
+        self.engine = build_job_engine(self.build_model(), complete_job(document).models[SOLE], world, trust=Trust())
+
+    def build_model(self) -> GPT:
+        """The model that the engine is built for."""
+        return make_model(self.cell)
 
     def step(self) -> Tensor:
         for _ in range(self.cell.accumulation):

@@ -23,25 +23,20 @@ import time
 import traceback
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from typing import Any
 
 import torch
 from torch import nn
 
 from benchmarks.engine import measure
-from benchmarks.engine_sides import SHAPES, Cell, Ours, make_batches, make_model, synchronize, use_quiet_libraries
+from benchmarks.engine_sides import SHAPES, Cell, Ours, synchronize, use_quiet_libraries
+from benchmarks.planned import make_on_meta, measure_offload, predict, resolve
 from benchmarks.transformer_layer import compare_kernels
-from dsjob.contract.spec import JobSpec, view
-from dsjob.document.resolve import resolve_job
 from dsjob.ops import fused
 from dsjob.optim import build_optimizer
 from dsjob.parallel import masters
-from dsjob.planning.memory import predict_memory
-from dsjob.planning.model import Layout
 from dsjob.ranks.mesh import World, join_world
-from dsjob.training.activations import measure_activations
-from dsjob.training.probe import probe_optimizer, size_model
 
 Row = dict[str, Any]
 OFFLOADS: dict[str, Mapping[str, Any]] = {
@@ -123,7 +118,7 @@ def train(bench: Bench) -> list[Row]:
     rows = []
     for compiled in (False, True) if not bench.smoke else (False,):
         cell = bench.cell("1b", 4, compiled=compiled)
-        parameters = sum(p.numel() for p in _on_meta(cell).parameters())
+        parameters = sum(p.numel() for p in make_on_meta(cell).parameters())
         others = ["hand"] + ["deepspeed"] * (importlib.util.find_spec("deepspeed") is not None and not compiled)
         for row in measure(cell, bench.world, others, bench.pick(5, 1)):
             rate = count_flops(cell, parameters) / bench.ceilings["flops"]
@@ -249,7 +244,7 @@ def step_optimizers(bench: Bench) -> list[Row]:
         weights = [nn.Parameter(torch.randn(size, device=bench.world.device)) for size in shape]
         for weight in weights:
             weight.grad = torch.randn_like(weight)
-        method = _resolve(name).optimizer
+        method = resolve(name).optimizer
         assert method is not None
         optimizer = build_optimizer(method, weights)
         seconds = clock(bench.world, optimizer.step, bench.pick(10, 1))
@@ -286,6 +281,11 @@ def save(bench: Bench) -> list[Row]:
     return rows
 
 
+def offload_large(bench: Bench) -> list[Row]:
+    """ZeRO-Offload of a model with 6.5B parameters: tokens/s, peak memory, and the share of the time in Adam."""
+    return [measure_offload(bench.cell("6.5b", 8), bench.world, bench.pick(3, 1))]
+
+
 def compare_with_plan(bench: Bench) -> list[Row]:
     """Compares the peak memory that `dsjob plan` predicts for a step to the measured one."""
     rows = []
@@ -294,38 +294,9 @@ def compare_with_plan(bench: Bench) -> list[Row]:
         sections = {"activation_checkpointing": {"mode": mode}}
         with job_sections(sections):
             found = _step(bench, cell)
-        spec = _resolve("AdamW", bf16={"enabled": True}, **sections)
-        assert spec.optimizer is not None
-        batch = make_batches(cell, replace(bench.world, device=torch.device("cpu")))[0]
-        kept = measure_activations(_on_meta(cell), batch, spec)
-        layout = Layout(0, 1, compute=2, reduce=2, micro_batch=cell.micro_batch)
-        predicted = predict_memory(
-            size_model(_on_meta(cell)),
-            layout,
-            probe_optimizer(spec.optimizer),
-            activations=kept.asked,
-            largest_activation=kept.largest,
-        ).peak
+        predicted = predict(cell, bench.world, sections).peak
         rows.append({"mode": mode, "predicted_bytes": predicted, "measured_bytes": found["peak_bytes"]})
     return rows
-
-
-def _on_meta(cell: Cell) -> nn.Module:
-    with torch.device("meta"):
-        model: nn.Module = make_model(cell)
-    return model
-
-
-def _resolve(optimizer: str, **sections: Any) -> JobSpec:
-    """A job with this type of optimizer."""
-    job = {
-        "model": {"_target_": "dsjob.recipes.gpt.build"},
-        "data": {"train": {"_target_": "dsjob.recipes.text.ByteText"}},
-        "trainer": {"micro_batch": 1, "grad_accum": 1, "max_steps": 1},
-        "optimizer": {"type": optimizer, "params": {"lr": 1e-4}},
-        **sections,
-    }
-    return view(JobSpec, resolve_job(job, world_size=1, locate=lambda path: ("benchmark", 0, 0)).document)
 
 
 SECTIONS: dict[str, Callable[[Bench], list[Row]]] = {
@@ -338,6 +309,7 @@ SECTIONS: dict[str, Callable[[Bench], list[Row]]] = {
     "optimizers": step_optimizers,
     "layers": time_layers,
     "saves": save,
+    "offload-large": offload_large,
     "tests": run_tests,
 }
 
