@@ -13,12 +13,11 @@ from torch.optim.lr_scheduler import LRScheduler
 
 from dsjob.contract import schema
 from dsjob.data import Epochs
-from dsjob.deepspeed.elasticity.elasticity import apply_elasticity
 from dsjob.deepspeed.program_monitors import require_packages
+from dsjob.deepspeed.runtime.config import take_own
 from dsjob.deepspeed.runtime.engine import DeepSpeedEngine
 from dsjob.deepspeed.runtime.pipe.engine import PipelineEngine
 from dsjob.deepspeed.tensor_model import add_tensor_size, count_data_ranks
-from dsjob.deepspeed.utils.logging import set_log_level_from_string
 from dsjob.engine import build, configs
 from dsjob.errors import ConfigWarning
 from dsjob.parallel.pipeline.module import PipelineModule
@@ -56,19 +55,15 @@ def initialize(
         port = distributed_port if dist_init_required is not False else None
         world = build.join(mpu, mesh_param, port, model, given.config)
         given = count_data_ranks(given, world)
-        given = replace(given, config=apply_elasticity(given.config, world.data_size))
-        level = given.config.get("log_level")
-        if isinstance(level, str):
-            set_log_level_from_string(level)
-            given = replace(given, config={key: each for key, each in given.config.items() if key != "log_level"})
+        left, own = take_own(given.config, world.data_size)
+        given = replace(given, config=left)
         on_rank_0(world.everyone, lambda: require_packages(given))
         if dotted and world.everyone.rank == 0:
             listed = f"these keys have no effect, as in DeepSpeed; write them as section and key: {', '.join(dotted)}"
             warnings.warn(listed, ConfigWarning, stacklevel=2)
         kind = pipeline_type if isinstance(model, PipelineModule) else engine_type
         engine = build.make_engine(kind, model, given, world, optimizer, model_parameters, lr_scheduler)
-        if isinstance(level, str):
-            engine.config = {**engine.config, "log_level": level}
+        engine.obey(own)
         engine.mpu, engine.client_lr_scheduler = mpu, lr_scheduler
         engine.training_dataloader = build.make_loader(engine, training_data, collate_fn)
     return engine, engine.optimizer, engine.training_dataloader, engine.lr_scheduler

@@ -42,6 +42,7 @@ CHANGED: dict[str, Any] = {  # every key that a getter reads has a value other t
     "prescale_gradients": True, "wall_clock_breakdown": True, "memory_breakdown": True, "dump_state": True,
     "dataloader_drop_last": True, "managed_gradient_accumulation": False, "zero_allow_untested_optimizer": True,
     "zero_force_ds_cpu_optimizer": False,
+    "log_level": "ERROR",
     "optimizer": {"type": "Adam", "params": {"lr": 0.5}},
     "scheduler": {"type": "WarmupLR", "params": {"warmup_num_steps": 3}},
     "fp16": {"enabled": True, "auto_cast": True, "fp16_master_weights_and_grads": True},

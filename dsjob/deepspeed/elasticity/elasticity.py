@@ -80,7 +80,7 @@ def apply_elasticity(config: dict[str, Any], ranks: int) -> dict[str, Any]:
     Raises ElasticityError.
     """
     if not elasticity_enabled(config):
-        return {key: value for key, value in config.items() if key != "elasticity" or not isinstance(value, Mapping)}
+        return config
     section = ElasticityConfig(config["elasticity"])
     _match_scheduler(section)
     batch, _, micro = _compute(section, ranks)

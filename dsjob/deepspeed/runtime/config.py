@@ -14,7 +14,7 @@ from dsjob.contract.check import check_shape
 from dsjob.contract.paths import get_at
 from dsjob.contract.rules import RULES
 from dsjob.deepspeed.absent import explain_names as _explain_names
-from dsjob.deepspeed.elasticity.elasticity import apply_elasticity
+from dsjob.deepspeed.elasticity.elasticity import apply_elasticity, elasticity_enabled
 from dsjob.deepspeed.settings import Settings
 from dsjob.document.bare import complete_config, resolve_config
 from dsjob.engine.configs import read_config
@@ -52,7 +52,8 @@ class Section:
         schema = contract.deepspeed_schema()
         found = check_values(config, "")
         found = found or [*check_shape(contract.prune(config, schema), schema), *RULES["finite"].find(config)]
-        wrong = [problem for problem in found if problem.severity == "error"]
+        # A section that jobs do not have can be read all the same (`take_own`).
+        wrong = [p for p in found if p.severity == "error" and (p.rule, tuple(p.path)) != ("unsupported", self.path)]
         if wrong:
             raise ConfigError(wrong)
         self._take(get_at(complete_config(config), self.path) or {})
@@ -114,9 +115,31 @@ def read_whole(config: str | Mapping[str, Any] | os.PathLike[str], mpu: Any) -> 
     given, _, origin = read_config(None, cast(str, config))
     ranks = dist.get_world_size() if dist.is_initialized() else 1
     ranks = ranks if mpu is None else read_data_ranks(mpu)[1]
-    settled = apply_elasticity(given, ranks)
+    settled, own = take_own(given, ranks)
     spec, _ = resolve_config(settled, world_size=ranks, locate=origin.locate)
-    return given, complete_config(settled, spec)
+    return given, {**complete_config(settled, spec), **own}
+
+
+class _LayerDrop(Section):
+    """`progressive_layer_drop`."""
+
+    path = ("progressive_layer_drop",)
+
+
+def take_own(config: Mapping[str, Any], ranks: int) -> tuple[dict[str, Any], dict[str, Any]]:
+    """Splits a config into what an engine obeys everywhere, and what it only obeys under DeepSpeed's names: the keys
+    log_level, elasticity and progressive_layer_drop. With elasticity, batch sizes for `ranks` take its place.
+
+    Raises ConfigError, UsageError.
+    """
+    own = {key: config[key] for key in ("log_level",) if isinstance(config.get(key), str)}
+    if elasticity_enabled(config):
+        own["elasticity"] = config["elasticity"]
+    drop = config.get("progressive_layer_drop")
+    if isinstance(drop, Mapping) and drop.get("enabled") is True:
+        own["progressive_layer_drop"] = vars(_LayerDrop(**drop))
+    others = {key: value for key, value in config.items() if key not in own or key == "elasticity"}
+    return apply_elasticity(others, ranks), own
 
 
 __getattr__ = _explain_names(__name__)

@@ -13,8 +13,10 @@ from dsjob.data import Epochs
 from dsjob.deepspeed.absent import explain_names as _explain_names
 from dsjob.deepspeed.breakdowns import Breakdowns
 from dsjob.deepspeed.program_monitors import Monitor
+from dsjob.deepspeed.runtime.progressive_layer_drop import ProgressiveLayerDrop
 from dsjob.deepspeed.runtime.zero.parameter_offload import DeepSpeedZeRoOffload
 from dsjob.deepspeed.settings import Settings
+from dsjob.deepspeed.utils.logging import set_log_level_from_string
 from dsjob.engine.batches import load_batches
 from dsjob.engine.engine import Engine
 from dsjob.errors import UsageError
@@ -30,6 +32,7 @@ class DeepSpeedEngine(Settings, Engine):
     sparse_tensor_module_names: Collection[str] = ()  # gradients are never reduced as sparse tensors
     client_lr_scheduler: Any = None  # the argument `lr_scheduler` of `initialize`: a schedule, or a callable
     mpu: Any = None  # the argument `mpu` of `initialize`
+    progressive_layer_drop: ProgressiveLayerDrop | None = None
     training_dataloader: Epochs | None = None  # built from the argument `training_data` of `initialize`
 
     def __init__(self, *args: Any, **given: Any) -> None:
@@ -48,11 +51,31 @@ class DeepSpeedEngine(Settings, Engine):
         # As DeepSpeed does: programs evaluate and save on rank 0 alone.
         self.strategy.keep_gathered()
 
+    def obey(self, own: Mapping[str, Any]) -> None:
+        """Obeys the keys of a config that only engines with DeepSpeed's names know (`config.take_own`)."""
+        self.config = {**self.config, **own}
+        if level := self.log_level():
+            set_log_level_from_string(level)
+        if self.pld_enabled():
+            section = self.config["progressive_layer_drop"]
+            self.progressive_layer_drop = ProgressiveLayerDrop(section["theta"], section["gamma"])
+
+    def forward(self, *args: Any, **kwargs: Any) -> Any:
+        if self.progressive_layer_drop is not None and self.module.training:
+            kwargs |= self.progressive_layer_drop.get_state()
+        return super().forward(*args, **kwargs)
+
+    def get_pld_theta(self) -> float | None:
+        """The share of layers that progressive layer drop keeps; None without it."""
+        return self.progressive_layer_drop.get_theta() if self.progressive_layer_drop is not None else None
+
     def step(self, lr_kwargs: Mapping[str, Any] | None = None) -> None:
         before = self.global_steps
         super().step(lr_kwargs)
         if self.global_steps == before:
             return
+        if self.progressive_layer_drop is not None:
+            self.progressive_layer_drop.update_state(before)
         times = self._breakdowns.end_step() if self._breakdowns is not None else []
         if self.monitor.enabled and self.global_rank == 0:
             self._write_events(times)

@@ -45,6 +45,11 @@ class PipelineEngine(DeepSpeedEngine):
         if isinstance(function, nn.Module):
             function.to(self.device)
 
+    def obey(self, own: Mapping[str, Any]) -> None:
+        if "progressive_layer_drop" in own:
+            raise UsageError("progressive_layer_drop: pipelines do not have it", hint="remove it")
+        super().obey(own)
+
     @property
     def _pipeline_module(self) -> PipelineModule:
         return cast(PipelineModule, self.module)
