@@ -31,14 +31,19 @@ class Copied:
     size: int
 
 
-def copy(source: str, target: str, *, tag: str | None = None, progress: Progress | None = None) -> list[Copied]:
+def copy(
+    source: str, target: str, *, tag: str | None = None, new_tag: str | None = None, progress: Progress | None = None
+) -> list[Copied]:
     """Copies one checkpoint, or all of a root in the order of their steps, into the root `target`.
 
-    source: as for `convert`. target: a folder or URL, or a run's folder. Skips a tag whose checkpoint at the target is
+    source: as for `convert`. target: a folder or URL, or a run's folder. new_tag: the tag of the copy of one
+    checkpoint, which may then stay in the same root. Skips a tag whose checkpoint at the target is
     the same. Each checkpoint appears at the target complete or not at all; if one fails, those copied before it stay.
     Raises CorruptCheckpointError, NoCheckpointError, CheckpointError (the target has a different checkpoint with this
     tag), StorageError, UsageError.
     """
+    if new_tag is not None and layout.NAME.fullmatch(new_tag) is None:
+        raise UsageError(f"invalid tag {new_tag!r}", hint="use letters, digits, '.', '_' and '-'")
     with renamed(f"copy {source}"):
         root, name = find_root(source)
         if name and tag:
@@ -46,7 +51,7 @@ def copy(source: str, target: str, *, tag: str | None = None, progress: Progress
                 f"{source} is already the folder of one step", hint="omit --tag, or name its parent folder"
             )
         there = find_own_root(target) or open_root(target)
-        if storage.join(there.root, "") == storage.join(root.root, ""):
+        if storage.join(there.root, "") == storage.join(root.root, "") and new_tag is None:
             raise UsageError(f"source and target are the same: {target}", hint="name another folder or URL")
         wanted = name or tag
         tags = layout.list_tags(root)
@@ -58,6 +63,9 @@ def copy(source: str, target: str, *, tag: str | None = None, progress: Progress
         # Oldest first, so that an interrupted copy leaves a prefix of the run's history.
         records.sort(key=lambda record: int(record["step"]))
         checkpoints = [layout.read_checkpoint(root, record) for record in records]
+        if new_tag is not None:
+            (one,) = checkpoints
+            checkpoints = [one._replace(tag=new_tag, manifest={**one.manifest, "tag": new_tag})]
         total, done = sum(sum(c.files.values()) for c in checkpoints), 0
 
         def count(size: int) -> None:
