@@ -124,6 +124,7 @@ def _make_plan(document: dict[str, Any], world_size: int, asked: Asked, trust: T
         host_limit=asked.host_memory or _read_host_memory(),
         measured_here=asked.host_memory is None,
         ranks_here=min(spec.launch.nproc, world_size * spec.model_ranks),
+        builds_stages=spec.pipeline.size > 1 and spec.pipeline.partition.lower() != "time",
     )
 
 

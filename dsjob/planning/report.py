@@ -79,7 +79,7 @@ class Plan:
 
     `model`: the whole one. `jobs`: what a rank of each pipeline stage needs, one without a pipeline.
     `measured_here`: whether `host_limit` is that of this machine. `ranks_here`: ranks on one machine, as far as the
-    document says.
+    document says. `builds_stages`: whether a rank builds its stage alone (`training.stage_models`).
     """
 
     name: str
@@ -97,6 +97,7 @@ class Plan:
     host_limit: int | None = None
     measured_here: bool = False
     ranks_here: int = 1
+    builds_stages: bool = False
 
     def __repr__(self) -> str:
         ranks = self.job.layout.world_size * self.job.layout.model_ranks
@@ -125,8 +126,14 @@ class Plan:
 
     @property
     def building(self) -> int:
-        """Bytes of host memory that a rank needs at its start, when it builds the whole model there."""
-        return sum(w.elements * w.itemsize for w in self.model.weights) + self.model.buffers
+        """Bytes of host memory that a rank needs at its start, at most, when it builds the model there; in a pipeline
+        its stage, and one more parameter at a time. Tensor parallelism divides it only afterwards."""
+        whole = needed = _measure(self.model)
+        if self.builds_stages:
+            sizes = (weight.elements * weight.itemsize for weight in self.model.weights)
+            largest = max(sizes, default=0) if self.model.blocks_known else 0
+            needed = max(_measure(job.model) * job.layout.tensor + largest for job in self.jobs)
+        return min(whole, needed) + self.model.buffers
 
     @property
     def warnings(self) -> tuple[str, ...]:
@@ -137,10 +144,15 @@ class Plan:
             return ()
         ranks = f"{self.ranks_here} ranks on a machine need" if self.ranks_here > 1 else "a rank needs"
         machine = "this machine" if self.measured_here else "the machine"
-        why = "each builds the whole model at its start" if self.building >= kept else "for what is offloaded"
+        built = "its stage" if self.builds_stages else "the whole model"
+        why = f"each builds {built} at its start" if self.building >= kept else "for what is offloaded"
         return (
             f"{ranks} {show_bytes(needed)} of host memory ({why}), but {machine} has {show_bytes(self.host_limit)}",
         )
+
+
+def _measure(model: Model) -> int:
+    return sum(weight.elements * weight.itemsize for weight in model.weights)
 
 
 def to_json(plan: Plan, rows: list[Row]) -> dict[str, Any]:

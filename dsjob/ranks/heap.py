@@ -8,6 +8,8 @@ from __future__ import annotations
 
 import ctypes
 import os
+from collections.abc import Iterator
+from contextlib import contextmanager
 
 _TRIM_THRESHOLD, _MMAP_THRESHOLD = -1, -3  # M_TRIM_THRESHOLD and M_MMAP_THRESHOLD of malloc.h
 _KEPT = 1 << 30  # bytes at the top of the heap that stay
@@ -28,6 +30,18 @@ def return_freed_memory() -> None:
     Optimizer state that moves to a disk would otherwise leave holes in the heap, as large as the state.
     """
     _set_limits(_SMALL, _SMALL)
+
+
+@contextmanager
+def returning_memory(*, keeps: bool) -> Iterator[None]:
+    """Within, freed blocks are returned, so that holes in the heap do not add up. keeps: whether freed memory is kept
+    afterwards."""
+    return_freed_memory()
+    try:
+        yield
+    finally:
+        if keeps:
+            keep_freed_memory()
 
 
 def _set_limits(large: int, kept: int) -> None:

@@ -65,6 +65,7 @@ from dsjob.trust.targets import (
 )
 
 T = TypeVar("T")
+MakeModel = Callable[[Target, Trust, Path], nn.Module]
 
 
 def build_model(target: Target, trust: Trust, where: Path = ("model",)) -> nn.Module:
@@ -75,18 +76,16 @@ def build_model(target: Target, trust: Trust, where: Path = ("model",)) -> nn.Mo
     return build_instance(target, nn.Module, "a torch.nn.Module", trust, where)
 
 
-def build_models(job: ResolvedJob, trust: Trust) -> dict[str, nn.Module]:
+def build_models(job: ResolvedJob, trust: Trust, make: MakeModel = build_model) -> dict[str, nn.Module]:
     """Builds all models on the CPU, by name, one after the other from a single seed. Models that are not trained get
-    requires_grad=False.
-
-    Raises the errors of `build_model`.
+    requires_grad=False. Raises the errors of `build_model`, which `make` replaces.
     """
     seed_rng(job.spec.trainer.seed)  # the same on every rank, so that all ranks have the same initial weights
     models = {}
     for name, resolved in job.models.items():
         assert resolved.spec.model is not None
         where = ("models", name, "model") if job.spec.models else ("model",)
-        models[name] = build_model(resolved.spec.model, trust, where)
+        models[name] = make(resolved.spec.model, trust, where)
         if not is_trainable(job.document, name):
             # Before its engine is built, which gives only trained parameters a master and optimizer state.
             models[name].requires_grad_(False)

@@ -43,6 +43,7 @@ from dsjob.training.resume import load_best, resume
 from dsjob.training.run import Result, Run
 from dsjob.training.run_files import EnvironmentFile, JobFiles, MetricsFile
 from dsjob.training.saves import lacks_metrics
+from dsjob.training.stage_models import build_stage_models
 from dsjob.training.summary import describe_run
 from dsjob.training.tasks import Outcome, Tasks, build_tasks, choose_sets, list_roles, run_alone
 from dsjob.trust.exits import refuse_exits
@@ -148,7 +149,7 @@ def _prepare(
     spec = job.spec
     # The order below is fixed: all ranks call the same collectives in it, and random numbers are drawn in it.
     world = build.divide_ranks(spec, world, trust)
-    models = build.build_models(job, trust)
+    models, complete = build_stage_models(job, world, trust, display.say)
     collate = build_collate(spec, trust)
     # Data before engines: the length of an epoch sets the length of schedules.
     parts = build.build_parts(spec, trust)
@@ -158,7 +159,7 @@ def _prepare(
     sets = build_evaluation_sets(spec, world, collate, trust, *list_roles(spec), read=parts.read_set)
     _require_enough(spec, loader.samples_per_epoch, display)
     steps = build.count_steps(spec.trainer, loader.samples_per_epoch)
-    passes = build_passes(models, spec, world, trust, lambda: read_first(spec, loader, collate, trust, parts))
+    passes = build_passes(models, spec, world, trust, lambda: read_first(spec, loader, collate, trust, parts), complete)
     engines = build.build_engines(models, job, world, trust, steps=steps, parts=parts, passes=passes)
     seed_rng(spec.trainer.seed + world.data_rank)  # data-parallel ranks draw different numbers from here on
     objective = build_objective(spec, engines.first.module, world.device, trust)

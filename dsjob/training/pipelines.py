@@ -51,6 +51,7 @@ from dsjob.trust.targets import build_callable
 _PLACE = ("model", "_target_")
 _ALONE = World(data_rank=0, local_rank=0, data_size=1, device=torch.device("cpu"))
 ReadBatch = Callable[[], Any]
+Complete = Callable[[set[str]], nn.Module]
 
 
 class _Given(NamedTuple):
@@ -68,18 +69,24 @@ def capture(objective: Objective, batch: Any) -> _Given:
 
 
 def build_passes(
-    models: Mapping[str, nn.Module], spec: JobSpec, world: World, trust: Trust, read_batch: ReadBatch
+    models: dict[str, nn.Module],
+    spec: JobSpec,
+    world: World,
+    trust: Trust,
+    read_batch: ReadBatch,
+    complete: Complete | None = None,
 ) -> StagePasses | None:
-    """Divides the model of a job, in place; None without a pipeline. A collective.
+    """Divides the model of a job, which it replaces in `models`; None without a pipeline. A collective.
 
     read_batch: returns a micro batch on the CPU; it is called on rank 0, if the model is not a sequence of layers.
-    Raises UsageError, ContractError, TargetError.
+    complete: see `cut_stage`. Raises UsageError, ContractError, TargetError.
     """
     if spec.pipeline.size == 1:
         return None
-    ((_, model),) = models.items()
+    ((name, model),) = models.items()
     try:
-        stage = cut_stage(model, spec, world, trust, read_batch)
+        stage = cut_stage(model, spec, world, trust, read_batch, complete)
+        models[name] = stage.module
     except DsjobError as error:
         error.put_at(("pipeline", "partition") if isinstance(error, UsageError) else _PLACE)
         raise
@@ -113,16 +120,20 @@ def is_sequence(model: nn.Module) -> bool:
     return type(model).forward in (nn.Sequential.forward, Layers.forward)
 
 
-def cut_stage(model: nn.Module, spec: JobSpec, world: World, trust: Trust, read_batch: ReadBatch) -> Stage:
-    """Leaves of a model, in place, only the layers of this rank's stage. See `build_passes`."""
+def cut_stage(
+    model: nn.Module, spec: JobSpec, world: World, trust: Trust, read_batch: ReadBatch, complete: Complete | None = None
+) -> Stage:
+    """Leaves of a model, in place, only the layers of this rank's stage. See `build_passes`.
+
+    complete: returns the model with values for the parameters that it is called with; another object, if the model was
+    built without some of them."""
     if isinstance(model, PipelineModule):
         raise ContractError(
             "the model is a PipelineModule, which divides the ranks itself",
             hint="return a torch.nn.Sequential or dsjob.Layers",
         )
     section, ranks = spec.pipeline, world.pipe
-    for block in find_blocks(model):
-        mark_block(block)  # where a stage has a single block, it would no longer look like one
+    _mark_blocks(model)
     given = _read_inputs(model, spec, trust, read_batch)
     if is_sequence(model):
         assert isinstance(model, (nn.Sequential, Layers))
@@ -155,12 +166,22 @@ def cut_stage(model: nn.Module, spec: JobSpec, world: World, trust: Trust, read_
                 hint="use activation_checkpointing" if key.startswith("act") else "leave it out",
             )
     cut = on_rank_0(world.everyone, lambda: _cut(model, given(), ranks.size * section.chunks, section.partition))
+    if complete is not None:
+        model = complete(
+            {name for name, parts in cut.owners.items() if any(p % ranks.size == ranks.rank for p in parts)}
+        )
+        _mark_blocks(model)
     prepare_blocks(model, spec)
     stage = take_part(model, cut, rank=ranks.rank, ranks=ranks.size)
     compute = Precision.of(spec, world.device).compute
     if isinstance(stage.module.forward, Walk) and compute != torch.float32:
         stage.module.forward.use_dtype(compute)
     return stage
+
+
+def _mark_blocks(model: nn.Module) -> None:
+    for block in find_blocks(model):
+        mark_block(block)  # where a stage has a single block, it would no longer look like one
 
 
 def _read_inputs(model: nn.Module, spec: JobSpec, trust: Trust, read_batch: ReadBatch) -> Callable[[], _Given]:

@@ -32,6 +32,7 @@ from dsjob.training.pipelines import build_passes, read_first_evaluated
 from dsjob.training.predict import Predictor
 from dsjob.training.resume import describe_averages, require_no_averages
 from dsjob.training.run import Result
+from dsjob.training.stage_models import build_stage_models
 from dsjob.training.trainer import Parts
 from dsjob.trust.grant import Trust
 
@@ -125,13 +126,14 @@ def run_alone(job: ResolvedJob, run_dir: str, world: World, display: Display, tr
     spec = job.spec
     # The same order as in training; see `dsjob.training.job`.
     world = build.divide_ranks(spec, world, trust)
-    models = build.build_models(job, trust)
-    for model in models.values():
-        model.requires_grad_(False)  # so that engines hold neither fp32 masters nor buckets for gradients
+    models, complete = build_stage_models(job, world, trust, display.say)
     collate = build_collate(spec, trust)
     parts = build.build_parts(spec, trust)
     sets = build_evaluation_sets(spec, world, collate, trust, *list_roles(spec), read=parts.read_set)
-    passes = build_passes(models, spec, world, trust, lambda: read_first_evaluated(spec, collate, trust, parts))
+    first = lambda: read_first_evaluated(spec, collate, trust, parts)  # noqa: E731
+    passes = build_passes(models, spec, world, trust, first, complete)
+    for model in models.values():
+        model.requires_grad_(False)  # so that engines hold neither fp32 masters nor buckets for gradients
     engines = build.build_engines(models, job, world, trust, passes=passes)
     seed_rng(spec.trainer.seed + world.data_rank)
     objective = build_objective(spec, engines.first.module, world.device, trust)

@@ -107,6 +107,20 @@ def test_too_little_memory_of_a_machine_is_a_warning(plan: Any, data: Any, monke
     assert here.endswith(", but this machine has 4 GiB")
 
 
+def test_a_stage_is_built_without_the_others(data: Any) -> None:
+    asked = ("--params", "70e9", "--host-memory", "1TiB", "launch.nproc=8")
+    whole, stages = data(*asked), data(*asked, "pipeline.stages=8")
+    assert [found["memory"]["host_at_start"] for found in (whole, stages)] == [280 * 10**9, 35 * 10**9]
+    assert "each builds the whole model" in whole["warnings"][0]
+    assert stages["warnings"] == []
+    measured = data(*asked, "pipeline.stages=8", "pipeline.partition=time")
+    assert measured["memory"]["host_at_start"] == 280 * 10**9
+    # With the model: the larger stage, and the largest parameter, which is the embedding.
+    small, model = data("+recipe=pipe_gpt"), data("+recipe=pipe_gpt", "pipeline.stages=1")["memory"]
+    sizes = [stage["parameters"] for stage in small["stages"]]
+    assert 4 * max(sizes) < small["memory"]["host_at_start"] < model["host_at_start"]
+
+
 def test_a_number_of_parameters_is_shown_once(plan: Any) -> None:
     code, out, _ = plan("--params", "7B")
     assert code == 0

@@ -124,6 +124,27 @@ class Recurrent(nn.Module):
         return self.cell(x)
 
 
+class Blocks(nn.Module):
+    """Blocks in a list, and a head: float [rows, 6] -> [rows, 3]. shares: the head's weight is a part of the first
+    layer's. copies: the first values of all blocks are those of the first one."""
+
+    def __init__(self, width: int = 8, blocks: int = 4, *, shares: bool = False, copies: bool = False) -> None:
+        super().__init__()
+        self.first = nn.Linear(6, width)
+        self.blocks = nn.ModuleList(Residual(width) for _ in range(blocks))
+        self.last = nn.Linear(width, width if shares else 3)
+        self.shares = shares
+        for block in self.blocks if copies else ():
+            block.load_state_dict(self.blocks[0].state_dict())
+
+    def forward(self, x: Tensor) -> Tensor:
+        x = self.first(x)
+        for block in self.blocks:
+            x = block(x)
+        x = self.last(x)
+        return x[:, :6] @ self.first.weight[:3].T if self.shares else x
+
+
 class Trouble(nn.Module):
     """A layer that ends or stops its rank in a backward or forward pass."""
 

@@ -12,9 +12,10 @@ nobody looks at them any more, and the pass ends at the first call of a later st
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Collection, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
+from itertools import pairwise
 from typing import Any
 
 import torch
@@ -175,16 +176,8 @@ def cut_model(model: nn.Module, traced: Traced, count: int, method: str) -> Cut:
     it has them in.
     """
     units = list_units(model)
-    groups = _group(model, units)
-    weights = [
-        sum(p.numel() for unit in group for p in units[unit].parameters() if p.requires_grad) for group in groups
-    ]
-    blocks = {id(block) for block in find_blocks(model, sharing=True)}
-    kinds = [next(type(units[name]).__name__ for name in group if id(units[name]) in blocks) for group in groups]
-    bounds = partition(method, count, names=kinds, parameters=weights)
-    part_of_unit = {
-        unit: part for part in range(count) for group in groups[bounds[part] : bounds[part + 1]] for unit in group
-    }
+    groups, bounds = _divide_units(model, units, count, method)
+    part_of_unit = _list_parts(groups, bounds)
     part_of = _place_calls(traced, part_of_unit, _find_candidates(model, units, part_of_unit))
     ends = [*part_of, count - 1]
     return Cut(
@@ -196,6 +189,35 @@ def cut_model(model: nn.Module, traced: Traced, count: int, method: str) -> Cut:
         _find_owners(model, units, traced, ends),
         [[name for group in groups[bounds[part] : bounds[part + 1]] for name in group] for part in range(count)],
     )
+
+
+def _divide_units(
+    model: nn.Module, units: Mapping[str, nn.Module], count: int, method: str
+) -> tuple[list[list[str]], list[int]]:
+    """The units in groups with one block each, and the first group of each part, and the number of groups."""
+    groups = _group(model, units)
+    weights = [
+        sum(p.numel() for unit in group for p in units[unit].parameters() if p.requires_grad) for group in groups
+    ]
+    blocks = {id(block) for block in find_blocks(model, sharing=True)}
+    kinds = [next(type(units[name]).__name__ for name in group if id(units[name]) in blocks) for group in groups]
+    return groups, list(partition(method, count, names=kinds, parameters=weights))
+
+
+def _list_parts(groups: Sequence[Sequence[str]], bounds: Sequence[int]) -> dict[str, int]:
+    """The part of each unit."""
+    pairs = enumerate(pairwise(bounds))
+    return {unit: part for part, (start, end) in pairs for group in groups[start:end] for unit in group}
+
+
+def guess_owned(model: nn.Module, count: int, method: str, own: Collection[int]) -> set[str]:
+    """The names of the parameters that some of `count` parts probably have, as far as can be told before the model is
+    traced: those of their units, and all that lie outside of units. Raises as `cut_model`."""
+    units = list_units(model)
+    candidates = _find_candidates(model, units, _list_parts(*_divide_units(model, units, count, method)))
+    inside = {id(p): False for unit in units.values() for p in unit.parameters()}
+    inside |= {id(p): True for name, unit in units.items() if candidates[name] & set(own) for p in unit.parameters()}
+    return {name for name, parameter in model.named_parameters() if inside.get(id(parameter), True)}
 
 
 def _group(model: nn.Module, units: Mapping[str, nn.Module]) -> list[list[str]]:
