@@ -411,7 +411,7 @@ def test_thousands_of_spoilt_checkpoints(checkpoint: tuple[dict[str, Any], dict[
     check_readers(*checkpoint)
 
 
-@pytest.mark.parametrize("readers", [READERS[::3], pytest.param(READERS, marks=pytest.mark.full)], ids=["some", "all"])
+@pytest.mark.parametrize("readers", [READERS[::5], pytest.param(READERS, marks=pytest.mark.full)], ids=["some", "all"])
 @pytest.mark.parametrize("case", [*MANIFESTS, *STATES])
 @pytest.mark.full("columns-some")
 def test_a_hostile_checkpoint_ends_soon_and_in_words(case: str, readers: list[list[str]], tmp_path: Path) -> None:

@@ -72,6 +72,7 @@ def test_averages_follow_the_weights_and_are_resumed_bit_for_bit(tmp_path: Path,
 
 
 @pytest.mark.parametrize(("ranks", "stage"), [(1, 0), pytest.param(2, 2, marks=pytest.mark.full), (2, 3)])
+@pytest.mark.full("2-3")
 def test_evaluations_use_the_averages_if_asked(tmp_path: Path, ranks: int, stage: int) -> None:
     losses = {}
     for evaluate in (False, True):

@@ -92,7 +92,7 @@ def call_on_a_disk(
 
 
 @pytest.mark.slow
-@pytest.mark.full("in the background-1", "waited for-1")
+@pytest.mark.full("in the background-1", "waited for-1", "waited for-2")
 @pytest.mark.parametrize("world_size", [1, 2])
 @pytest.mark.parametrize("behind", [False, True], ids=["waited for", "in the background"])
 def test_a_full_disk_ends_the_job_on_all_ranks_and_leaves_what_was_saved(

@@ -104,7 +104,7 @@ def kill_everywhere(root: str, every: int, behind: bool) -> Counter[str]:
     raise AssertionError("there are more operations than points")
 
 
-@pytest.mark.full("1-waited for", "1-in the background")
+@pytest.mark.full("1-waited for", "1-in the background", "9-waited for")
 @pytest.mark.parametrize("behind", [False, True], ids=["waited for", "in the background"])
 @pytest.mark.parametrize("every", [9, 1])
 def test_a_save_that_is_killed_at_any_operation_is_there_or_not(root: str, every: int, behind: bool) -> None:

@@ -213,7 +213,7 @@ def test_a_typo_is_refused_at_every_level(view: str) -> None:
 
 
 VALUES = [True, -1, 0, 7, 1.5, 1e30, "", "x", "7", [], ["x"], [0.5, 0.5], {}, {"x": 1}, None]
-EVERY = pytest.mark.parametrize("every", [4, pytest.param(1, marks=pytest.mark.full)])  # n-th pair of place and value
+EVERY = pytest.mark.parametrize("every", [8, pytest.param(1, marks=pytest.mark.full)])  # n-th pair of place and value
 
 
 def pair(view: str, values: list[Any], every: int) -> Iterator[tuple[Place, Any]]:

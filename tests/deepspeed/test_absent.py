@@ -4,12 +4,12 @@ from __future__ import annotations
 
 import importlib.util
 import pkgutil
-import subprocess
 import sys
 from contextlib import suppress
 from pathlib import Path
 
 import pytest
+from programs import run_program
 
 import dsjob.deepspeed as deepspeed
 from dsjob.deepspeed.absent import ALTERNATIVES
@@ -91,5 +91,6 @@ def test_no_alternative_is_given_for_what_is_there() -> None:
 
 def test_other_packages_are_missing_in_python_s_own_words(tmp_path: Path) -> None:
     program = "import dsjob.deepspeed\ntry: import no_such_package\nexcept ImportError as error: print(error)"
-    found = subprocess.run([sys.executable, "-c", program], cwd=tmp_path, capture_output=True, text=True, check=True)
+    found = run_program([sys.executable, "-c", program], cwd=tmp_path)
+    assert found.returncode == 0, found.stderr
     assert found.stdout.strip() == "No module named 'no_such_package'"

@@ -58,7 +58,7 @@ def load_plainly(world: World, folder: str, stage: int) -> dict[str, Tensor]:
 
 @pytest.mark.slow
 @pytest.mark.parametrize("stage", [0, 2, 3])
-@pytest.mark.full("2")
+@pytest.mark.full("2", "0")
 def test_weights_go_into_another_model(tmp_path: Path, stage: int) -> None:
     expected = run_ranks(save, 2, str(tmp_path), stage)[0]
     kept = expected.pop("kept")

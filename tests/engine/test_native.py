@@ -54,7 +54,7 @@ def compare(world: World, stage: int) -> list[str]:
 
 @needs_compiler
 @pytest.mark.parametrize("stage", [0, 1, 2, 3])
-@pytest.mark.full("1")
+@pytest.mark.full("1", "2")
 def test_a_run_with_kernels_is_one_without(stage: int) -> None:
     assert run_ranks(compare, 2, stage) == [[], []]
 

@@ -149,7 +149,6 @@ CASES = {
     "optimizers": OPTIMIZERS,
     "recomputed": RECOMPUTED,
 }
-ON_TWO_RANKS = ("stages in two dtypes", "offloaded", "groups", "recomputed")
 
 
 def train_all(world: World, group: str) -> dict[str, Any]:
@@ -190,10 +189,11 @@ def run_group(group: str, world_size: int, simulated: bool) -> list[dict[str, An
     ("group", "world_size", "name"),
     [
         *(("stages", 1, name) for name in STAGES),
-        *((group, 2, name) for group in ON_TWO_RANKS for name in CASES[group]),
+        *(("offloaded", 2, name) for name in CASES["offloaded"]),
         *(
             pytest.param(group, 2, name, marks=pytest.mark.full)
-            for group in ("stages", "optimizers")
+            for group in CASES
+            if group != "offloaded"
             for name in CASES[group]
         ),
         *(pytest.param("offloaded", 1, name, marks=pytest.mark.full) for name in OFFLOADED),

@@ -119,7 +119,7 @@ def measure(world: World, optimizer: dict[str, Any], steps: int) -> list[tuple[i
 
 @pytest.mark.slow
 @pytest.mark.parametrize(("optimizer", "ranks"), cross([2, 4], ["2", "4"]))
-@pytest.mark.full("OneBitLamb-4", "ZeroOneAdam-var_update_scaler-2")
+@pytest.mark.full("OneBitLamb-4", "ZeroOneAdam-var_update_scaler-2", "ZeroOneAdam-var_freeze_step-4")
 def test_after_the_freeze_a_sixteenth_of_an_all_reduce_goes_over_the_wire(
     ranks: int, optimizer: dict[str, Any]
 ) -> None:
@@ -223,7 +223,7 @@ def train_and_resume(world: World, folder: str, optimizer: dict[str, Any], confi
 @pytest.mark.parametrize(
     ("optimizer", "config"), cross([{"fp16": {"enabled": True}}, {"gradient_clipping": 0.5}], ["fp16", "fp32"])
 )
-@pytest.mark.full("OneBitLamb-fp32", "ZeroOneAdam-var_update_scaler-fp16")
+@pytest.mark.full("OneBitLamb-fp32", "ZeroOneAdam-var_update_scaler-fp16", "OneBitAdam-fp16")
 def test_a_resumed_run_goes_on_bit_for_bit(tmp_path: Path, optimizer: dict[str, Any], config: dict[str, Any]) -> None:
     assert run_ranks(train_and_resume, 2, str(tmp_path), optimizer, config) == [[], []]
 

@@ -25,7 +25,7 @@ pytestmark = pytest.mark.slow
 STAGES = (0, 1, 2, 3)
 CLIPS = (0.0, 0.05)
 CELLS = list(product(STAGES, CLIPS))
-SOME = [(0, 0.05), (1, 0.0), (2, 0.05), (3, 0.05)]  # `init` is (3, 0.0)
+SOME = [(1, 0.0), (2, 0.05), (3, 0.05)]  # `init` is (3, 0.0)
 STEPS, ROWS, MICRO = 3, 8, 2
 ADAM: dict[str, Any] = {"type": "Adam", "params": {"lr": 0.01, "weight_decay": 0.1}}
 Outcome = dict[str, Any]
@@ -112,7 +112,7 @@ def run_all(world: World, folder: str, whole: bool) -> Outcome:
     stages = STAGES if whole else (0, 3)
     found["overflow"] = [*(overflow(unit, stage) for stage in stages), overflow(unit, 0, counted=False)]
     found["init"] = shard_while_building(unit)
-    found["resumed"] = [resume(unit, stage, f"{folder}/{stage}") for stage in STAGES[:: 1 if whole else 2]]
+    found["resumed"] = [resume(unit, stage, f"{folder}/{stage}") for stage in (STAGES if whole else (0,))]
     found["refused"] = refuse(unit, f"{folder}/0")
     return found
 
@@ -237,7 +237,7 @@ def test_sizes_data_and_buffers_are_those_of_the_data_parallel_ranks(results: li
         assert result["groups"] == (rank // 2, 2, rank % 2, 2, True)
         assert result["own data"] == ([0.0, 4.0] if rank < 2 else [2.0, 6.0])
         assert result["stores"]
-        for stage in STAGES:
+        for stage in (1, 2, 3):
             assert result["seen", stage] == [6.0, 6.0]
 
 

@@ -132,6 +132,7 @@ def load(world: World, folder: str, load_on: dict[str, Any], stage: int, precisi
     ],
 )
 @pytest.mark.parametrize("precision", ["fp32", pytest.param("bf16", marks=pytest.mark.full)])
+@pytest.mark.full("fp32-nvme-none-3-2-2")
 def test_a_checkpoint_moves_between_disk_and_memory(
     save_on: str, load_on: str, stage: int, before: int, after: int, precision: str, tmp_path: Path
 ) -> None:

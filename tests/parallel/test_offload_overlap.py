@@ -101,6 +101,7 @@ def find_hazards(world: World, stage: int, broken: str) -> list[str]:
 
 
 @pytest.mark.parametrize(("world_size", "stage"), [(1, 2), (2, 3)])
+@pytest.mark.full("2-3")
 def test_nothing_is_used_before_it_is_there(world_size: int, stage: int) -> None:
     def find(broken: str) -> list[str]:
         return run_ranks(find_hazards, world_size, stage, broken, library=build())[0]

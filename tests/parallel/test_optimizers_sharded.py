@@ -46,7 +46,13 @@ def train_stages(world: World, optimizer: dict[str, Any], stages: list[int]) -> 
     ids=lambda optimizer: "-".join([str(next(iter(optimizer.values()))), *optimizer.get("params", ())]),
 )
 @pytest.mark.parametrize("stages", [[2, 3], pytest.param([0, 1, 2, 3], marks=pytest.mark.full)], ids=["two", "all"])
-@pytest.mark.full("two-Muon-lr-ns_method", "two-Lamb-lr-weight_decay", "two-AdamW-lr-weight_decay")
+@pytest.mark.full(
+    "two-Muon-lr-ns_method",
+    "two-Lamb-lr-weight_decay",
+    "two-AdamW-lr-weight_decay",
+    "two-Rprop-lr",
+    "two-Lion-lr-weight_decay",
+)
 def test_two_ranks_give_at_every_stage_what_one_rank_gives(optimizer: dict[str, Any], stages: list[int]) -> None:
     (alone,) = run_ranks(train_stages, 1, optimizer, [0])
     for found in run_ranks(train_stages, 2, optimizer, stages):

@@ -54,7 +54,7 @@ LEFT_OUT = [(PAIRS[0], True), (PAIRS[1], False), (PAIRS[2], True), (PAIRS[4], Fa
         *(pytest.param(*pair, bf16, marks=pytest.mark.full) for pair, bf16 in LEFT_OUT),
     ],
 )
-@pytest.mark.full("saved1-loaded1-True", "saved3-loaded3-False", "saved4-loaded4-False")
+@pytest.mark.full("saved1-loaded1-True", "saved3-loaded3-False", "saved4-loaded4-False", "saved2-loaded2-False")
 def test_state_is_equal_to_the_bit_and_training_goes_on(
     saved: tuple[int, int], loaded: tuple[int, int], bf16: bool, tmp_path: Path
 ) -> None:
@@ -88,7 +88,7 @@ def test_state_is_equal_to_the_bit_and_training_goes_on(
         pytest.param("Muon", HEADS, SHARDED, marks=pytest.mark.full),
     ],
 )
-@pytest.mark.full("Muon-rules3-pair3", "Lion-rules1-pair1")
+@pytest.mark.full("Muon-rules3-pair3", "Lion-rules1-pair1", "Muon-rules2-pair2")
 def test_the_state_of_every_optimizer_is_equal_to_the_bit(
     kind: str, rules: dict[str, Any], pair: tuple[tuple[int, int], tuple[int, int]], tmp_path: Path
 ) -> None:

@@ -380,6 +380,7 @@ def train_summed(world: World) -> list[list[dict[str, Tensor]]]:
 
 
 @pytest.mark.slow
+@pytest.mark.full
 def test_gradients_may_be_summed_over_ranks_at_every_stage() -> None:
     for found in run_ranks(train_summed, 3):
         for summed, averaged in found:

@@ -185,6 +185,7 @@ def load(world: World, folder: str, stage: int, precision: str, again: str) -> t
         pytest.param((2, 2), (2, 2), "fp32", marks=pytest.mark.full),
     ],
 )
+@pytest.mark.full("saved1-loaded1-bf16")
 def test_checkpoints_keep_them_to_the_bit(
     saved: tuple[int, int], loaded: tuple[int, int], precision: str, tmp_path: Path
 ) -> None:

@@ -137,6 +137,7 @@ def test_state_on_a_disk_is_planned_there_and_not_on_the_host(stage: int, param:
 
 
 @pytest.mark.parametrize("state", [pytest.param(False, marks=pytest.mark.full), True])
+@pytest.mark.full("True")
 def test_parameters_on_a_disk_are_planned_there_with_their_buffers(state: bool, tmp_path: Path) -> None:
     model = Model(tuple(Weight((1024, 1024), unit=number) for number in range(1, 25)))
     kept = 5 << 20  # elements: five blocks

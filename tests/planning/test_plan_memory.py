@@ -219,6 +219,7 @@ def compare_groups(world: World) -> list[tuple[str, dict[str, int], Memory]]:
 
 
 @pytest.mark.slow
+@pytest.mark.full
 def test_states_in_groups_are_within_5_percent() -> None:
     for rows in run_ranks(compare_groups, 4):
         for name, measured, memory in rows:

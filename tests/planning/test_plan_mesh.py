@@ -158,7 +158,7 @@ CELLS: dict[str, tuple[int, dict[str, Any]]] = {
 
 
 @pytest.mark.parametrize("name", CELLS)
-@pytest.mark.full(*(name for name in CELLS if name not in ("stages and tensor", "context")))
+@pytest.mark.full(*(name for name in CELLS if name != "stages and tensor"))
 def test_a_plan_of_a_mesh_is_what_every_rank_holds_and_sends(name: str, tmp_path: Path) -> None:
     ranks, sections = CELLS[name]
     document = make_document(str(tmp_path / "run"), **sections)

@@ -48,6 +48,7 @@ def test_availability_checks_succeed_without_importing_torch() -> None:
     assert found.split() == [API_VERSION]
 
 
+@pytest.mark.full
 def test_a_missing_name_says_what_to_use_instead() -> None:
     run(
         "import importlib, deepspeed\n"

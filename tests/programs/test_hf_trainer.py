@@ -25,7 +25,6 @@ NORMAL = [  # one of each program, stage, precision and kind of config; the othe
     "causal_lm, stage 3, fp32",
     "causal_lm, stage 2, bf16",
     "causal_lm, stage 1, fp32, DeepSpeed's optimizer and schedule",
-    "causal_lm, stage 3, fp32, accumulating",
     SAVED,
     "classification, stage 2, fp32, best model",
     "seq2seq, stage 3, fp32",

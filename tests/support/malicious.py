@@ -115,17 +115,17 @@ def _add_wrong_types() -> None:
     for row, place in enumerate(PLACES):
         for column, value in enumerate(WRONG):
             shown, change = ascii(value)[:20], _in_manifest(_put(place, value))
-            _add(f"manifest {place} is {shown}", change, (place, shown) not in MILD, (row + column) % 5 == 0)
+            _add(f"manifest {place} is {shown}", change, (place, shown) not in MILD, (row + column) % 10 == 0)
     for row, place in enumerate(LOOSE):
         for column, value in enumerate(WRONG):
             change = _in_manifest(_put(place, value))
-            _add(f"manifest {place} is {ascii(value)[:20]}", change, refused=False, some=(row + column) % 8 == 0)
+            _add(f"manifest {place} is {ascii(value)[:20]}", change, refused=False, some=(row + column) % 10 == 0)
     for value in WRONG[:-3]:
         if value != "x":
             _add(f"sha256 is {ascii(value)[:20]}", _in_manifest(_put("tensors/model.w/chunks/0/sha256", value)), False)
     for row, key in enumerate(("format", "version", "tag", "step", "dir", "manifest_sha256")):
         for column, value in enumerate(WRONG):
-            _add(f"record {key} is {ascii(value)[:20]}", _in_record(**{key: value}), some=(row + column) % 8 == 0)
+            _add(f"record {key} is {ascii(value)[:20]}", _in_record(**{key: value}), some=(row + column) % 10 == 0)
 
 
 NAMES = (
@@ -381,7 +381,7 @@ def _add_state() -> None:
     for row, place in enumerate(STATE_PLACES):
         for column, value in enumerate((None, True, -1, "x", [], {}, [[]], {"a": 1}, *tagged)):
             change = _in_state(_put(place, value))
-            _add(f"state {place} is {value!a}", change, refused=False, some=(row + column) % 5 == 0)
+            _add(f"state {place} is {value!a}", change, refused=False, some=(row + column) % 10 == 0)
 
 
 _add_wrong_types()

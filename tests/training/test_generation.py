@@ -77,7 +77,7 @@ def generate(world: World, kind: str, stage: int, settings: dict[str, Any]) -> l
 @pytest.mark.parametrize("kind", ["t5", "gpt2"])
 @pytest.mark.parametrize("stage", [pytest.param(0, marks=pytest.mark.full), 2, 3])
 @pytest.mark.parametrize("beams", [1, pytest.param(3, marks=pytest.mark.full)])
-@pytest.mark.full("1-2-t5", "1-3-gpt2")
+@pytest.mark.full("1-2-t5", "1-3-gpt2", "1-3-t5")
 def test_each_rank_generates_what_one_process_does(kind: str, stage: int, beams: int) -> None:
     settings: dict[str, Any] = {"max_new_tokens": 9, "num_beams": beams, "do_sample": False, "use_cache": True}
     # The third token that rank 0 generates ends a text, so that rank 0 finishes first.

@@ -40,7 +40,7 @@ def read_end(folder: Path) -> tuple[Any, Any]:
 
 
 @pytest.mark.parametrize(("world", "stage", "ranks"), [(1, 0, "*"), (1, 2, "*"), (2, 0, "1"), (2, 0, "*"), (2, 2, "0")])
-@pytest.mark.full("2-0-*", "2-0-1", "1-2-*")
+@pytest.mark.full("2-0-*", "2-0-1", "1-2-*", "2-2-0")
 def test_a_step_that_was_cut_between_its_micro_steps_is_taken_anew(
     tmp_path: Path, world: int, stage: int, ranks: str
 ) -> None:

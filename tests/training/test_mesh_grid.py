@@ -105,7 +105,6 @@ FEW = [
     Cell("context", "bf16", 0),
     Cell("pipe x data", "fp32", 3),
     Cell("pipe x tensor", "bf16", 0),
-    Cell("sequences x data", "autocast", 2),
 ]
 ON_DEVICE = [Cell("context", "fp32", 0), Cell("pipe", "bf16", 0), Cell("tensor", "fp16", 0)]
 # On a device, ranks run the cells of one precision at a time: all would take longer than a test may.
