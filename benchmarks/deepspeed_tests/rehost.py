@@ -61,7 +61,10 @@ class Mirror(types.ModuleType):
     def __getattr__(self, name: str) -> Any:
         real = self.__dict__["_real"]
         if real is not None and hasattr(real, name):
-            return getattr(real, name)
+            value = getattr(real, name)
+            if isinstance(value, types.ModuleType) and value.__name__.startswith("dsjob.deepspeed."):
+                return importlib.import_module(value.__name__.removeprefix("dsjob."))  # its absent names are stubs too
+            return value
         if name.startswith("__"):
             raise AttributeError(name)
         if name in UNUSED:

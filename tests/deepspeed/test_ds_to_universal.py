@@ -18,7 +18,8 @@ from dsjob.ranks.mesh import World
 
 def _train(world: World, folder: str, load: str = "") -> list[float]:
     torch.manual_seed(0)
-    engine = make_deepspeed_engine(1, net=nn.Linear(4, 1))
+    checkpoint = {"load_universal": True} if load else {}
+    engine = make_deepspeed_engine(1, net=nn.Linear(4, 1), checkpoint=checkpoint)
     if load:
         engine.load_checkpoint(folder, tag=load)
     engine.backward(engine(torch.ones(2, 4)).mean())
