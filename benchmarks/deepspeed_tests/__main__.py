@@ -27,7 +27,7 @@ from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Any
 
-from benchmarks.deepspeed_tests.reasons import FILES, find_reason
+from benchmarks.deepspeed_tests.reasons import FILES, FRESH, find_reason
 
 HERE = Path(__file__).parent
 
@@ -161,7 +161,8 @@ def main() -> None:
                 out = result_file(results, name)
                 if given.again:
                     forget_failures(out)
-                run_file(tests, name, site, out, given.seconds, not given.fresh, given.engine)
+                keep = not given.fresh and name not in FRESH
+                run_file(tests, name, site, out, given.seconds, keep, given.engine)
 
             list(pool.map(run, given.files or FILES))
     if given.table:

@@ -55,7 +55,6 @@ ALTERNATIVES = {
     "linear": "use adapters of peft: wrap the model before passing it to initialize",
     "autotuning": "`dsjob plan` predicts what fits, and `dsjob -m ... trainer.micro_batch=4,8` measures speed",
     "profiling": "a job's log shows samples and tokens per second; torch.profiler shows operators",
-    "monitor": "engine.monitor writes to the monitors of the config: tensorboard, wandb, csv_monitor, comet",
     "elasticity.elastic_agent": "a checkpoint resumes on any number of ranks; dsjob and torchrun restart ranks",
     "launcher.launch": _LAUNCHER,
     "launcher.multinode_runner": _LAUNCHER,

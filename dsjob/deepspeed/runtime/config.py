@@ -99,8 +99,11 @@ class DeepSpeedConfig:
     def __getattr__(self, key: str) -> Any:
         if key.startswith(("__", "_config")):
             raise AttributeError(key)
+        from dsjob.deepspeed.monitor.config import get_monitor_config
         from dsjob.deepspeed.runtime.zero.config import DeepSpeedZeroConfig
 
+        if key == "monitor_config":
+            return get_monitor_config(self._param_dict)
         if key in ("zero_config", "zero_optimization_config"):
             return DeepSpeedZeroConfig.of(self._config["zero_optimization"])
         if key in self._config:
