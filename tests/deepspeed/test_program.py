@@ -8,7 +8,9 @@ from pathlib import Path
 
 import pytest
 import torch
+from engines import make_deepspeed_engine
 from programs import run_program
+from ranks import run_ranks
 from torch import nn
 
 import dsjob.checkpointing
@@ -18,6 +20,7 @@ from dsjob.deepspeed.runtime.lr_schedules import CYCLE_MIN_LR, WarmupDecayLR, Wa
 from dsjob.deepspeed.runtime.zero import ZeroParamStatus
 from dsjob.deepspeed.utils import RepeatingLoader
 from dsjob.errors import DataError, UsageError
+from dsjob.ranks.mesh import World
 
 # In the manner of DeepSpeed's getting-started guide: arguments, a config file, a loader, the three calls, a checkpoint.
 PROGRAM = """
@@ -150,6 +153,29 @@ def test_groups_without_experts_are_what_they_were() -> None:
     weight.allreduce = False  # type: ignore[attr-defined]
     with pytest.raises(UsageError, match="experts"):
         split([{"params": [weight]}])
+
+
+def _load_into_engine(world: World, folder: str) -> list[list[float]]:
+    from dsjob.deepspeed.utils.zero_to_fp32 import load_state_dict_from_zero_checkpoint
+
+    def read() -> list[float]:
+        whole = deepspeed.utils.safe_get_full_fp32_param(engine.module.bias)
+        assert whole is not None
+        return whole.tolist()
+
+    engine = make_deepspeed_engine(2, net=nn.Linear(3, 3))
+    engine.save_checkpoint(folder)
+    values = [read()]
+    engine.backward(engine(torch.ones(2, 3)).mean())
+    engine.step()
+    values.append(read())
+    load_state_dict_from_zero_checkpoint(engine.module, folder)
+    return [*values, read()]
+
+
+def test_weights_of_a_checkpoint_are_loaded_into_a_sharded_model(tmp_path: Path) -> None:
+    for saved, changed, loaded in run_ranks(_load_into_engine, 2, str(tmp_path)):
+        assert loaded == saved != changed
 
 
 def test_weights_of_a_checkpoint_are_read_whole(tmp_path: Path) -> None:

@@ -6,6 +6,7 @@ import os
 
 import torch
 from torch import Tensor, nn
+from torch.distributed.fsdp import FSDPModule
 from torch.distributed.tensor import DTensor
 
 from dsjob.checkpoint.live.weights import read_weights
@@ -34,6 +35,10 @@ def load_state_dict_from_zero_checkpoint(model: nn.Module, checkpoint_dir: Place
     the model with that engine afterwards.
     """
     weights = read_weights(os.fspath(checkpoint_dir), tag=tag)
+    if not any(isinstance(parameter, DTensor) for parameter in model.parameters()):
+        for module in model.modules():
+            if isinstance(module, FSDPModule):
+                module.reshard()  # an engine of stage 1 or 2 shows whole copies of its shards
     shards = {name: p for name, p in model.named_parameters(remove_duplicate=False) if isinstance(p, DTensor)}
     for name, shard in shards.items():
         if type(shard) is DTensor:
