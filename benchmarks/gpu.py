@@ -31,6 +31,7 @@ from torch import nn
 
 from benchmarks.engine import measure
 from benchmarks.engine_sides import SHAPES, Cell, Ours, synchronize, use_quiet_libraries
+from benchmarks.kernels import time_kernels
 from benchmarks.planned import make_on_meta, measure_offload, predict, resolve
 from benchmarks.transformer_layer import compare_kernels
 from dsjob.ops import fused
@@ -264,6 +265,15 @@ def time_layers(bench: Bench) -> list[Row]:
     return [compare_kernels(shape, device, lambda call: clock(bench.world, call)) for shape in shapes]
 
 
+def time_parts(bench: Bench) -> list[Row]:
+    """Each kernel of that layer, as a share of the memory bandwidth that copies reach."""
+    if (device := bench.world.device.type) == "cuda" and (problem := fused.find_problem(build=True)):
+        raise RuntimeError(problem)
+    shapes = bench.pick(("8x128x1024x16", "64x512x1024x16"), ("2x4x8x2",))
+    found = [time_kernels(s, device, lambda call: clock(bench.world, call), bench.ceilings["bytes"]) for s in shapes]
+    return [row for rows in found for row in rows]
+
+
 def save(bench: Bench) -> list[Row]:
     """Saves a checkpoint to memory and to disk, and loads it."""
     rows = []
@@ -308,6 +318,7 @@ SECTIONS: dict[str, Callable[[Bench], list[Row]]] = {
     "offload": offload,
     "optimizers": step_optimizers,
     "layers": time_layers,
+    "kernels": time_parts,
     "saves": save,
     "offload-large": offload_large,
     "tests": run_tests,

@@ -1,4 +1,6 @@
-"""Parts of the transformer layer as fused CUDA kernels: bias + GELU, and bias + dropout + residual + LayerNorm.
+"""Parts of the transformer layer as fused CUDA kernels.
+
+They are bias + GELU, bias + dropout + residual + LayerNorm, and mask + softmax + dropout of attention scores.
 
 Tensors have one dtype (fp32, fp16 or bf16); sums are fp32. x: [rows, width]. Weights and biases: [width]. The compiled
 op implements `torch.ops.dsjob.*` on GPUs; here are their schemas, shapes and gradients. Dropout draws from torch's
@@ -25,9 +27,12 @@ _SCHEMAS = {
     "float eps, bool invertible, bool with_sum) -> (Tensor, Tensor, Tensor, Tensor, Tensor)",
     "drop_add_norm_backward": "(Tensor gradient, Tensor? added, Tensor z_or_y, Tensor weight, Tensor norm_bias, "
     "Tensor mean, Tensor slope, Tensor kept, float ratio) -> (Tensor, Tensor, Tensor, Tensor, Tensor)",
+    "softmax_drop": "(Tensor scores, Tensor? mask, float scale, float ratio) -> (Tensor, Tensor, Tensor)",
+    "softmax_drop_backward": "(Tensor gradient, Tensor probabilities, Tensor kept, float scale, float ratio, "
+    "bool with_dropped) -> (Tensor, Tensor)",
 }
 for _name, _schema in _SCHEMAS.items():
-    _tags = (torch.Tag.nondeterministic_seeded,) if _name == "drop_add_norm" else ()
+    _tags = (torch.Tag.nondeterministic_seeded,) if _name in ("drop_add_norm", "softmax_drop") else ()
     torch.library.define(f"dsjob::{_name}", _schema, tags=_tags)
 
 
@@ -80,6 +85,48 @@ def drop_add_norm(
     return y.view(x.shape), z.view(x.shape) if z.numel() == x.numel() else z
 
 
+def fits_attention(scores: Tensor, mask: Tensor | None) -> bool:
+    """Whether `mix_dropped` takes them."""
+    return scores.dtype in _KINDS and 0 < scores.shape[-1] <= _WIDEST and (mask is None or not mask.requires_grad)
+
+
+def mix_dropped(
+    scores: Tensor, mask: Tensor | None, values: Tensor, *, scale: float, ratio: float, recomputed: bool
+) -> Tensor:
+    """`dropout(softmax(scores * scale + mask)) @ values`, with sums in fp32.
+
+    scores: [batch, heads, queries, keys]. mask: broadcasts to them; it gets no gradient. values: [batch, heads, keys,
+    features]. ratio: of the dropout, above 0 and below 1. recomputed: save the probabilities and a byte for each, but
+    not what the dropout makes of them.
+    """
+    if mask is not None and mask.dim() < scores.dim():
+        mask = mask[(None,) * (scores.dim() - mask.dim())]
+    if recomputed:
+        out: Tensor = _MixDropped.apply(scores, mask, values, scale, ratio)  # type: ignore[no-untyped-call]
+        return out
+    mixed: Tensor = torch.ops.dsjob.softmax_drop(scores, mask, scale, ratio)[0] @ values
+    return mixed
+
+
+class _MixDropped(Function):
+    @staticmethod
+    def forward(ctx: Any, scores: Tensor, mask: Tensor | None, values: Tensor, scale: float, ratio: float) -> Tensor:
+        dropped, probabilities, kept = torch.ops.dsjob.softmax_drop(scores, mask, scale, ratio)
+        ctx.save_for_backward(probabilities, kept, values)
+        ctx.scale, ctx.ratio = scale, ratio
+        mixed: Tensor = dropped @ values
+        return mixed
+
+    @staticmethod
+    @once_differentiable
+    def backward(ctx: Any, gradient: Tensor) -> tuple[Tensor | None, ...]:
+        probabilities, kept, values = ctx.saved_tensors
+        to_scores, dropped = torch.ops.dsjob.softmax_drop_backward(
+            gradient @ values.transpose(-1, -2), probabilities, kept, ctx.scale, ctx.ratio, True
+        )
+        return to_scores, None, dropped.transpose(-1, -2) @ gradient, None, None
+
+
 class _Project(Function):
     @staticmethod
     def forward(ctx: Any, x: Tensor, bias: Tensor, weight: Tensor) -> Tensor:
@@ -122,6 +169,30 @@ def _backward_norm(ctx: Any, to_y: Tensor | None, to_z: Tensor | None, *_: None)
     return (to_x if ctx.ratio else to_residual), to_bias, to_residual, to_weight, to_norm_bias, None, None, None, None
 
 
+def _save_softmax(ctx: Any, inputs: tuple[Any, ...], output: tuple[Tensor, ...]) -> None:
+    _, _, ctx.scale, ctx.ratio = inputs
+    _, *rest = output
+    ctx.mark_non_differentiable(*rest)
+    ctx.save_for_backward(*rest)
+
+
+def _backward_softmax(ctx: Any, to_dropped: Tensor, *_: Tensor) -> tuple[Tensor | None, ...]:
+    found = torch.ops.dsjob.softmax_drop_backward(to_dropped, *ctx.saved_tensors, ctx.scale, ctx.ratio, False)
+    return found[0], None, None, None
+
+
+def _fake_softmax(scores: Tensor, mask: Tensor | None, scale: float, ratio: float) -> tuple[Tensor, ...]:
+    like = scores.new_empty(scores.shape)
+    return like, torch.empty_like(like), torch.empty_like(like, dtype=torch.uint8)
+
+
+def _fake_softmax_backward(
+    gradient: Tensor, probabilities: Tensor, kept: Tensor, scale: float, ratio: float, with_dropped: bool
+) -> tuple[Tensor, ...]:
+    shape = probabilities.shape
+    return probabilities.new_empty(shape), probabilities.new_empty(shape if with_dropped else 0)
+
+
 def _fake_norm(
     x: Tensor, bias: Tensor, residual: Tensor, weight: Tensor, norm_bias: Tensor, ratio: float, eps: float,
     invertible: bool, with_sum: bool,
@@ -149,3 +220,6 @@ torch.library.register_fake("dsjob::drop_add_norm", _fake_norm)
 torch.library.register_fake("dsjob::drop_add_norm_backward", _fake_norm_backward)
 torch.library.register_autograd("dsjob::bias_gelu", _backward_gelu, setup_context=_save_gelu)
 torch.library.register_autograd("dsjob::drop_add_norm", _backward_norm, setup_context=_save_norm)
+torch.library.register_fake("dsjob::softmax_drop", _fake_softmax)
+torch.library.register_fake("dsjob::softmax_drop_backward", _fake_softmax_backward)
+torch.library.register_autograd("dsjob::softmax_drop", _backward_softmax, setup_context=_save_softmax)

@@ -18,7 +18,7 @@ import math
 from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any, ClassVar
+from typing import Any, ClassVar, cast
 
 import torch
 from torch import Tensor, nn
@@ -47,7 +47,8 @@ class DeepSpeedTransformerConfig:
 
     Three options save memory in exchange for time: normalize_invertible rebuilds the inputs of LayerNorm from its
     outputs, gelu_checkpoint computes the output of GELU again, and attn_dropout_checkpoint the dropout of attention
-    probabilities. The last one matters on CPUs; on GPUs, SDPA's kernels never store the probabilities.
+    probabilities. The last one matters on CPUs, and on GPUs for heads whose width is no multiple of 16 bytes; for
+    others, SDPA's kernels never store the probabilities.
 
     No effect: batch_size and max_seq_length, since any size works; seed, since dropout draws from torch's generators;
     and stochastic_mode, since this layer has no faster, less deterministic version of its operators.
@@ -296,18 +297,23 @@ class DeepSpeedTransformerLayer(nn.Module):
         projected = F.linear(x, self.attn_qkvw.to(kind), self.attn_qkvb.to(kind))
         parts = projected.view(*x.shape[:2], 3, config.heads, -1).permute(2, 0, 3, 1, 4)  # [3, B, heads, S, D]
         ratio = max(config.attn_dropout_ratio, 0.0) if self.training else 0.0
-        if not ratio or x.is_cuda:
+        if not ratio or _has_attention_kernel(parts):
             q, k, v = parts
             mixed = F.scaled_dot_product_attention(q, k, v, mask, ratio)
-        else:  # SDPA on CPUs has no fused path with dropout
-            q, k, v = parts.contiguous()  # one copy, which both products save; they would make copies of their own
-            scores = q @ k.transpose(-1, -2) * q.shape[-1] ** -0.5
-            probabilities = (scores if mask is None else scores + mask).softmax(-1)
-            if config.attn_dropout_checkpoint:
-                mixed = multiply_dropped(probabilities, v, ratio)
-            else:
-                mixed = drop(probabilities, ratio) @ v
+        else:
+            mixed = self._mix_dropped(parts, mask, ratio)
         return mixed.transpose(1, 2).flatten(2)
+
+    def _mix_dropped(self, parts: Tensor, mask: Tensor | None, ratio: float) -> Tensor:
+        """Attention with dropout where SDPA would store every intermediate result. parts: [3, B, heads, S, D]."""
+        q, k, v = parts.contiguous()  # one copy, which both products save; they would make copies of their own
+        recomputed, scale = self.config.attn_dropout_checkpoint, q.shape[-1] ** -0.5
+        scores = q @ k.transpose(-1, -2)
+        if self._can_fuse(parts) and fused.fits_attention(scores, mask):
+            return cast(Tensor, fused.mix_dropped(scores, mask, v, scale=scale, ratio=ratio, recomputed=recomputed))
+        scores = scores * scale
+        probabilities = (scores if mask is None else scores + mask).softmax(-1)
+        return cast(Tensor, multiply_dropped(probabilities, v, ratio) if recomputed else drop(probabilities, ratio) @ v)
 
     def _feed(self, x: Tensor) -> Tensor:
         """What the feed-forward part adds to the residual stream, [B, S, hidden_size]."""
@@ -339,6 +345,15 @@ class DeepSpeedTransformerLayer(nn.Module):
                 grads.append([found[start:] if label[0] == "V" else found, label])
 
             getattr(self, first + kind).register_hook(append)
+
+
+def _has_attention_kernel(parts: Tensor) -> bool:
+    """Whether SDPA has a kernel with dropout for queries, keys and values [..., D], which stores no probabilities.
+
+    There are such kernels for GPUs. They load 16 bytes at once.
+    """
+    kinds = (torch.float32, torch.float16, torch.bfloat16)
+    return parts.is_cuda and parts.dtype in kinds and parts.shape[-1] * parts.itemsize % 16 == 0
 
 
 def _make_additive(mask: Tensor | None, dtype: torch.dtype) -> Tensor | None:

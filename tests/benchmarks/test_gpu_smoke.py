@@ -12,7 +12,19 @@ from programs import run_program
 ROOT = Path(__file__).parents[2]
 # The repository's folder goes last: the folder dsjob there would hide an installed one.
 PROGRAM = "import runpy, sys; sys.path.append(sys.argv.pop(1)); runpy.run_module('benchmarks.gpu', run_name='__main__')"
-SECTIONS = ["train", "syncs", "races", "plan", "recompute", "offload", "optimizers", "layers", "saves", "offload-large"]
+SECTIONS = [
+    "train",
+    "syncs",
+    "races",
+    "plan",
+    "recompute",
+    "offload",
+    "optimizers",
+    "layers",
+    "kernels",
+    "saves",
+    "offload-large",
+]
 
 
 @pytest.mark.slow

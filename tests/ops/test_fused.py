@@ -58,11 +58,27 @@ def norm_backward(
     return found, to_x, (gradient * normal).sum(0), gradient.sum(0), summed.sum(0)
 
 
+def softmax(scores: Tensor, mask: Tensor | None, scale: float, ratio: float) -> tuple[Tensor, ...]:
+    probabilities = (scores * scale + (0 if mask is None else mask)).softmax(-1)
+    kept = torch.rand(scores.shape) >= ratio
+    return probabilities * kept / (1 - ratio), probabilities, kept.byte()
+
+
+def softmax_backward(
+    gradient: Tensor, probabilities: Tensor, kept: Tensor, scale: float, ratio: float, with_dropped: bool
+) -> tuple[Tensor, ...]:
+    slope = gradient * kept / (1 - ratio)
+    found = scale * probabilities * (slope - (slope * probabilities).sum(-1, True))
+    return found, probabilities * kept / (1 - ratio) if with_dropped else found.new_empty(0)
+
+
 IN_TORCH = {
     "bias_gelu": lambda x, bias: F.gelu(x + bias, approximate="tanh"),
     "bias_gelu_backward": gelu_backward,
     "drop_add_norm": norm,
     "drop_add_norm_backward": norm_backward,
+    "softmax_drop": softmax,
+    "softmax_drop_backward": softmax_backward,
 }
 
 
@@ -143,6 +159,27 @@ def test_norm(ratio: float, invertible: bool, part: str) -> None:
     compare_gradients(combine(y, z), combine(normed, total), leaves)
 
 
+def make_mask(kind: str) -> Tensor | None:
+    """For scores [2, 3, 4, 8]; with `odd`, one that begins and continues at no multiple of four elements."""
+    every = torch.randn(2, 3, 4, 9)
+    return {"none": None, "keys": every[:, :1, :1, :8], "odd": every[..., 1:], "heads": every[0, :, :1, :1]}[kind]
+
+
+@pytest.mark.usefixtures("registered")
+@pytest.mark.parametrize("recomputed", [False, True])
+@pytest.mark.parametrize("kind", ["none", "keys", "odd", "heads"])
+def test_attention(kind: str, recomputed: bool) -> None:
+    torch.manual_seed(0)
+    scores, values, mask = draw(2, 3, 4, 8), draw(2, 3, 8, 5), make_mask(kind)
+    torch.manual_seed(1)
+    kept = torch.ops.dsjob.softmax_drop(scores, None, 0.5, RATIO)[2]
+    probabilities = (scores * 0.5 + (0 if mask is None else mask)).softmax(-1)
+    expected = (probabilities * kept / (1 - RATIO)) @ values
+    torch.manual_seed(1)
+    found = fused.mix_dropped(scores, mask, values, scale=0.5, ratio=RATIO, recomputed=recomputed)
+    compare_gradients(found, expected, [scores, values])
+
+
 @pytest.mark.usefixtures("registered")
 def test_dropout_follows_torchs_generator() -> None:
     given = draw_norm()
@@ -172,6 +209,19 @@ def test_opcheck(invertible: bool) -> None:
         source = y if invertible else z
         given = (plain[2], None, source, plain[3], plain[4], mean, slope, kept, ratio)
         torch.library.opcheck(torch.ops.dsjob.drop_add_norm_backward.default, given)
+
+
+@pytest.mark.usefixtures("registered")
+@pytest.mark.parametrize("kind", ["none", "keys"])
+def test_opcheck_of_attention(kind: str) -> None:
+    given = (draw(2, 3, 4, 8), make_mask(kind), 0.5, RATIO)
+    # Not test_aot_dispatch_*, which compare results of two calls, that draw other numbers.
+    utils = ("test_schema", "test_autograd_registration", "test_faketensor")
+    torch.library.opcheck(torch.ops.dsjob.softmax_drop.default, given, test_utils=utils)
+    _, probabilities, kept = torch.ops.dsjob.softmax_drop(*given)
+    for with_dropped in (False, True):
+        saved = (torch.randn(2, 3, 4, 8), probabilities.detach(), kept, 0.5, RATIO, with_dropped)
+        torch.library.opcheck(torch.ops.dsjob.softmax_drop_backward.default, saved)
 
 
 def make_layer(**options: Any) -> DeepSpeedTransformerLayer:
@@ -211,6 +261,48 @@ def test_the_layer_drops_while_it_trains(monkeypatch: pytest.MonkeyPatch) -> Non
     layer.eval()
     assert not torch.equal(train(layer)[0], first[0])
     torch.testing.assert_close(train(layer)[0], train(make_layer(pre_layer_norm=False).eval())[0])
+
+
+@pytest.mark.usefixtures("registered")
+@pytest.mark.parametrize("recomputed", [False, True])
+def test_the_layers_attention_drops_with_a_kernel(recomputed: bool, monkeypatch: pytest.MonkeyPatch) -> None:
+    layer = make_layer(attn_dropout_ratio=0.4, attn_dropout_checkpoint=recomputed)
+    x, mask = draw(2, 5, 8), torch.ones(2, 5, dtype=torch.bool)
+    mask[1, 3:] = False
+    calls: list[Tensor] = []
+    mix = fused.mix_dropped
+
+    def watch(scores: Tensor, *others: Any, **options: Any) -> Tensor:
+        calls.append(scores)
+        return mix(scores, *others, **options)
+
+    monkeypatch.setattr(fused, "mix_dropped", watch)
+    monkeypatch.setattr(layer, "_can_fuse", lambda x: True)
+    torch.manual_seed(1)
+    found = layer(x, mask)
+    assert len(calls) == 1
+    monkeypatch.setattr(fused, "fits_attention", lambda *given: False)
+    torch.manual_seed(1)
+    kept = torch.ops.dsjob.softmax_drop(calls[0], None, 1.0, 0.4)[2]
+    monkeypatch.setattr(transformer, "drop", lambda p, ratio: p * kept / (1 - ratio))
+    layer.config.attn_dropout_checkpoint = False
+    leaves = [x, *layer.parameters()]
+    compare_gradients(found, layer(x, mask), leaves)
+
+
+def test_sdpa_computes_attention_with_dropout_where_it_has_a_kernel() -> None:
+    class Parts(OnGpu):
+        def __init__(self, dtype: torch.dtype, width: int, is_cuda: bool = True) -> None:
+            super().__init__(dtype, is_cuda)
+            self.shape, self.itemsize = (3, 2, 4, 5, width), dtype.itemsize
+
+    has_kernel: Any = transformer._has_attention_kernel
+    assert has_kernel(Parts(torch.bfloat16, 64))
+    assert has_kernel(Parts(torch.float32, 4))
+    assert not has_kernel(Parts(torch.float32, 6))
+    assert not has_kernel(Parts(torch.float16, 12))
+    assert not has_kernel(Parts(torch.float64, 64))
+    assert not has_kernel(Parts(torch.bfloat16, 64, is_cuda=False))
 
 
 class OnGpu:
@@ -282,3 +374,27 @@ def test_on_a_gpu_dropout_is_repeatable_and_passes_opcheck() -> None:
     assert not torch.equal(masks[0], masks[2])
     torch.library.opcheck(torch.ops.dsjob.drop_add_norm.default, (*given, 0.0, EPS, False, True))
     torch.library.opcheck(torch.ops.dsjob.bias_gelu.default, (given[0], given[1]))
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16])
+@pytest.mark.parametrize("keys", [33, 128, 1024, 1030, 4096])
+def test_on_a_gpu_attention_drops_as_torch_does(dtype: torch.dtype, keys: int) -> None:
+    assert fused.find_problem(build=True) == ""
+    kind: dict[str, Any] = {"device": "cuda", "dtype": dtype}
+    scores = torch.randn(2, 3, 40, keys, **kind, requires_grad=True)
+    mask, slope = torch.randn(2, 1, 1, keys, **kind), torch.randn(2, 3, 40, keys, **kind)
+    dropped, probabilities, kept = torch.ops.dsjob.softmax_drop(scores, mask, 0.5, RATIO)
+    assert kept.float().mean().item() == pytest.approx(1 - RATIO, abs=0.02)
+    wide = scores.detach().double().requires_grad_()
+    exact = (wide * 0.5 + mask).softmax(-1)
+    expected = exact * kept / (1 - RATIO)
+    tolerance = 1e-5 if dtype == torch.float32 else 1e-2
+    found = torch.autograd.grad(dropped, scores, slope)[0]
+    (slopes,) = torch.autograd.grad(expected, wide, slope.double())
+    for one, other in ((probabilities, exact), (dropped, expected), (found, slopes)):
+        largest = float(other.detach().abs().max())
+        torch.testing.assert_close(one.double(), other, rtol=tolerance, atol=tolerance * largest)
+    again = torch.ops.dsjob.softmax_drop_backward(slope, probabilities, kept, 0.5, RATIO, True)
+    assert torch.equal(again[0], found)
+    assert torch.equal(again[1], dropped)

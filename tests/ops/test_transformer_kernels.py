@@ -3,8 +3,12 @@
 from __future__ import annotations
 
 import ctypes
+import itertools
+import re
 import subprocess
+from collections.abc import Iterable
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
@@ -13,14 +17,15 @@ from machine import lacks_commands
 from torch import Tensor
 from torch.nn import functional as F
 
-ROWS, WIDTH, EPS, RATIO = 5, 72, 1e-5, 0.25
+EPS, RATIO = 1e-5, 0.25
 
 WRAPPERS = """
 int run_gelu(int kind, void* x, void* bias, void* out, long rows, int width) {
     return bias_gelu(Kind(kind), {rows, width}, x, bias, out, nullptr);
 }
-int run_gelu_backward(int kind, void* g, void* x, void* bias, void* to_x, long rows, int width) {
-    return bias_gelu_backward(Kind(kind), {rows, width}, g, x, bias, to_x, nullptr);
+int run_gelu_backward(int kind, void* g, void* x, void* bias, void* to_x, void* to_bias, float* slices, long rows,
+                      int width) {
+    return bias_gelu_backward(Kind(kind), {rows, width}, g, x, bias, to_x, to_bias, slices, nullptr);
 }
 int run_norm(int kind, void* x, void* bias, void* residual, void* weight, void* norm_bias, void* z, void* y,
              uint8_t* kept, float* mean, float* slope, float ratio, long seed, float eps, long rows, int width) {
@@ -28,21 +33,31 @@ int run_norm(int kind, void* x, void* bias, void* residual, void* weight, void* 
                          norm_bias, z, y, kept, mean, slope, nullptr);
 }
 int run_norm_backward(int kind, void* g, void* added, void* z_or_y, void* weight, void* norm_bias, float* mean,
-                      float* slope, uint8_t* kept, float ratio, void* to_residual, void* to_x, long rows, int width) {
+                      float* slope, uint8_t* kept, float ratio, void* to_residual, void* to_x, void* sums,
+                      float* slices, long rows, int width) {
     return drop_add_norm_backward(Kind(kind), {rows, width}, {ratio, 0, 0}, g, added, z_or_y, weight, norm_bias, mean,
-                                  slope, kept, to_residual, to_x, nullptr);
+                                  slope, kept, to_residual, to_x, sums, slices, nullptr);
 }
-int run_columns(int kind, void* g, void* z_or_y, void* weight, void* norm_bias, float* mean, float* slope,
-                float* to_weight, float* to_bias, long rows, int width) {
-    return sum_columns(Kind(kind), {rows, width}, g, z_or_y, weight, norm_bias, mean, slope, to_weight, to_bias,
-                       nullptr);
+int run_softmax(int kind, void* scores, void* mask, long by_batch, long by_head, long by_query, float scale,
+                float ratio, long seed, void* dropped, void* probabilities, uint8_t* kept, long batch, long heads,
+                long queries, int keys) {
+    return softmax_drop(Kind(kind), {batch, heads, queries, keys}, {ratio, uint64_t(seed), 12}, scores,
+                        {mask, by_batch, by_head, by_query}, scale, dropped, probabilities, kept, nullptr);
 }
+int run_softmax_backward(int kind, void* g, void* probabilities, uint8_t* kept, float scale, float ratio,
+                         void* to_scores, void* dropped, long rows, int keys) {
+    return softmax_drop_backward(Kind(kind), {1, 1, rows, keys}, {ratio, 0, 0}, g, probabilities, kept, scale,
+                                 to_scores, dropped, nullptr);
+}
+int run_count(long rows, int width) { return count_slices({rows, width}); }
 void run_draw(unsigned long seed, unsigned long before, unsigned long sequence, uint32_t* out) {
     const Four found = draw(seed, before, sequence);
     for (int i = 0; i < 4; ++i) out[i] = found.values[i];
 }
 """
 KINDS = [torch.float32, torch.float16, torch.bfloat16]
+# Rows and width: less than a slice, a warp and a block of columns; and more.
+SIZES = [(5, 72), (70, 264)]
 every_kind = pytest.mark.parametrize("kind", KINDS, ids=str)
 
 
@@ -67,6 +82,11 @@ def call(host: ctypes.CDLL, name: str, kind: torch.dtype, *arguments: Tensor | f
     assert getattr(host, name)(*given, ctypes.c_int(width)) == 0  # type: ignore[arg-type]
 
 
+def shorten(cases: Iterable[tuple[Any, ...]], kept: list[tuple[Any, ...]]) -> list[Any]:
+    """Parameters of a test. Those not in `kept` run only with `-m full`."""
+    return [pytest.param(*case, marks=[] if case in kept else pytest.mark.full) for case in cases]
+
+
 def draw(kind: torch.dtype, *shape: int) -> Tensor:
     return torch.randn(shape).to(kind)
 
@@ -83,48 +103,126 @@ def compare(found: Tensor, expected: Tensor) -> None:
     )
 
 
+def make_slices(host: ctypes.CDLL, sums: int, rows: int, width: int) -> Tensor:
+    """Memory for the sums of slices: NaN, where the kernels leave something out."""
+    return torch.full((sums, host.run_count(ctypes.c_long(rows), width), width), torch.nan)
+
+
 @every_kind
-def test_bias_and_gelu(host: ctypes.CDLL, kind: torch.dtype) -> None:
+@pytest.mark.parametrize(("rows", "width"), SIZES)
+def test_bias_and_gelu(host: ctypes.CDLL, kind: torch.dtype, rows: int, width: int) -> None:
     torch.manual_seed(0)
-    x, bias, gradient = draw(kind, ROWS, WIDTH), draw(kind, WIDTH), draw(kind, ROWS, WIDTH)
+    x, bias, gradient = draw(kind, rows, width), draw(kind, width), draw(kind, rows, width)
     leaves = widen(x, bias)
     expected = F.gelu(leaves[0] + leaves[1], approximate="tanh")
     expected.backward(gradient.double())
-    out, to_x = torch.empty_like(x), torch.empty_like(x)
-    call(host, "run_gelu", kind, x, bias, out, ROWS, WIDTH)
-    call(host, "run_gelu_backward", kind, gradient, x, bias, to_x, ROWS, WIDTH)
+    out, to_x, to_bias = torch.empty_like(x), torch.empty_like(x), torch.empty_like(bias)
+    call(host, "run_gelu", kind, x, bias, out, rows, width)
+    slices = make_slices(host, 1, rows, width)
+    call(host, "run_gelu_backward", kind, gradient, x, bias, to_x, to_bias, slices, rows, width)
     compare(out, expected)
     compare(to_x, leaves[0].grad)
+    compare(to_bias, leaves[1].grad)
 
 
-@every_kind
-@pytest.mark.parametrize("ratio", [0.0, RATIO])
-@pytest.mark.parametrize("invertible", [False, True])
-def test_bias_dropout_residual_and_norm(host: ctypes.CDLL, kind: torch.dtype, ratio: float, invertible: bool) -> None:
+@pytest.mark.parametrize(
+    ("kind", "rows", "width", "ratio", "invertible"),
+    shorten(
+        ((kind, *size, *more) for kind, size, *more in itertools.product(KINDS, SIZES, [0.0, RATIO], [False, True])),
+        [(torch.float32, 5, 72, 0.0, False), (torch.float16, 5, 72, RATIO, True), (torch.bfloat16, 5, 72, RATIO, False),
+         (torch.float32, 70, 264, RATIO, False)],
+    ),
+)  # fmt: skip
+def test_bias_dropout_residual_and_norm(
+    host: ctypes.CDLL, kind: torch.dtype, rows: int, width: int, ratio: float, invertible: bool
+) -> None:
     torch.manual_seed(0)
-    x, residual, to_y, to_z = (draw(kind, ROWS, WIDTH) for _ in range(4))
-    bias, norm_bias, weight = draw(kind, WIDTH), draw(kind, WIDTH), draw(kind, WIDTH).abs() + 0.5
-    z, y, to_residual, to_x = torch.empty(4, ROWS, WIDTH, dtype=kind)
-    kept = torch.empty(ROWS, WIDTH, dtype=torch.bool) if ratio else None
-    (mean, slope), sums = torch.empty(2, ROWS), torch.empty(3, WIDTH)
+    x, residual, to_y, to_z = (draw(kind, rows, width) for _ in range(4))
+    bias, norm_bias, weight = draw(kind, width), draw(kind, width), draw(kind, width).abs() + 0.5
+    z, y, to_residual, to_x = torch.empty(4, rows, width, dtype=kind)
+    kept = torch.empty(rows, width, dtype=torch.bool) if ratio else None
+    (mean, slope), sums = torch.empty(2, rows), torch.empty(3, width, dtype=kind)
     where = None if invertible else mean
     source = y if invertible else z
     call(host, "run_norm", kind, x, bias, residual, weight, norm_bias, None if invertible else z, y, kept, where, slope,
-         ratio, 7, EPS, ROWS, WIDTH)  # fmt: skip
+         ratio, 7, EPS, rows, width)  # fmt: skip
     leaves = widen(x, residual, weight, norm_bias, bias)
     expected_z = leaves[1] + (leaves[0] + leaves[4]) * (kept if ratio else 1) / (1 - ratio)
-    expected = F.layer_norm(expected_z, (WIDTH,), *leaves[2:4], EPS)
+    expected = F.layer_norm(expected_z, (width,), *leaves[2:4], EPS)
     compare(y, expected)
     if not invertible:
         compare(z, expected_z)
     torch.autograd.backward([expected, expected_z], [to_y.double(), to_z.double()])
     call(host, "run_norm_backward", kind, to_y, to_z, source, weight, norm_bias, where, slope, kept, ratio, to_residual,
-         to_x if ratio else None, ROWS, WIDTH)  # fmt: skip
-    to_x = to_x if ratio else to_residual
-    call(host, "run_columns", kind, to_y, source, weight, norm_bias, where, slope, sums[0], sums[1], ROWS, WIDTH)
-    call(host, "run_columns", kind, to_x, None, None, None, None, None, None, sums[2], ROWS, WIDTH)
-    for one, leaf in zip((to_x, to_residual, *sums.to(kind)), leaves, strict=True):
+         to_x if ratio else None, sums, make_slices(host, 3, rows, width), rows, width)  # fmt: skip
+    for one, leaf in zip((to_x if ratio else to_residual, to_residual, *sums), leaves, strict=True):
         compare(one, leaf.grad)
+
+
+# In warps and in blocks, with and without packs of four.
+@pytest.mark.parametrize(
+    ("kind", "keys", "masked"),
+    shorten(
+        itertools.product(KINDS, [1, 7, 72, 130, 1024, 1030, 1032], ["no mask", "keys", "all"]),
+        [(torch.float32, 7, "keys"), (torch.bfloat16, 72, "keys"), (torch.float16, 130, "all"),
+         (torch.float32, 1032, "keys"), (torch.bfloat16, 1030, "no mask")],
+    ),
+)  # fmt: skip
+def test_mask_softmax_and_dropout(host: ctypes.CDLL, kind: torch.dtype, keys: int, masked: str) -> None:
+    torch.manual_seed(0)
+    shape, scale = (2, 3, 1 if keys > 999 else 5, keys), 0.3
+    scores, gradient = 4 * draw(kind, *shape), draw(kind, *shape)
+    mask = {"no mask": None, "keys": draw(kind, 2, 1, 1, keys), "all": draw(kind, *shape)}[masked]
+    if mask is not None and keys > 1:
+        mask[1, :, :, keys // 2 :] = -10000
+    strides = mask.expand(shape).stride()[:3] if mask is not None else (0, 0, 0)
+    dropped, probabilities, to_scores, again = torch.full((4, *shape), torch.nan, dtype=kind)
+    kept = torch.full(shape, 2, dtype=torch.uint8)
+    call(host, "run_softmax", kind, scores, mask, *strides, scale, RATIO, 7, dropped, probabilities, kept, *shape)
+    leaf, *_ = widen(scores)
+    expected = (leaf * scale + (0 if mask is None else mask.double())).softmax(-1)
+    compare(probabilities, expected)
+    assert int(kept.max()) <= 1
+    expected = expected * kept / (1 - RATIO)
+    compare(dropped, expected)
+    expected.backward(gradient.double())
+    rows = scores.numel() // keys
+    call(host, "run_softmax_backward", kind, gradient, probabilities, kept, scale, RATIO, to_scores, again, rows, keys)
+    compare(to_scores, leaf.grad)
+    assert torch.equal(again, dropped)
+    found = to_scores.clone()
+    call(host, "run_softmax_backward", kind, gradient, probabilities, kept, scale, RATIO, to_scores, None, rows, keys)
+    assert torch.equal(to_scores, found)
+
+
+@pytest.mark.parametrize("keys", [72, 1030])
+def test_softmax_of_what_is_not_finite_is_torchs(host: ctypes.CDLL, keys: int) -> None:
+    scores = torch.zeros(1, 1, 4, keys)
+    scores[0, 0, 0, 5], scores[0, 0, 1, 5], scores[0, 0, 2], scores[0, 0, 3, 5] = (
+        torch.nan,
+        torch.inf,
+        -torch.inf,
+        -torch.inf,
+    )
+    dropped, probabilities = torch.empty(2, 4, keys)
+    kept = torch.empty(4, keys, dtype=torch.uint8)
+    call(host, "run_softmax", torch.float32, scores, None, 0, 0, 0, 1.0, RATIO, 7, dropped, probabilities, kept,
+         1, 1, 4, keys)  # fmt: skip
+    torch.testing.assert_close(probabilities, scores[0, 0].softmax(-1), equal_nan=True)
+
+
+def test_attention_keeps_the_share_it_should(host: ctypes.CDLL) -> None:
+    for keys in (256, 1032, 257):
+        shape = (1, 1, 2000 // keys + 9, keys)
+        scores, out = torch.zeros(shape), torch.empty(2, *shape)
+        masks = []
+        for seed in (7, 7, 8):
+            kept = torch.empty(shape, dtype=torch.uint8)
+            call(host, "run_softmax", torch.float32, scores, None, 0, 0, 0, 1.0, RATIO, seed, *out, kept, *shape)
+            masks.append(kept.bool())
+        assert torch.equal(masks[0], masks[1])
+        assert not torch.equal(masks[0], masks[2])
+        assert masks[0].float().mean().item() == pytest.approx(1 - RATIO, abs=0.04)
 
 
 def test_dropout_keeps_the_share_it_should(host: ctypes.CDLL) -> None:
@@ -180,7 +278,14 @@ def test_nvcc_compiles_the_kernels(tmp_path: Path, architecture: str) -> None:
     target = f"arch=compute_{architecture},code=sm_{architecture}"
     options = ["-std=c++17", "-O3", "--Werror", "all-warnings", "-gencode", target]
     source = str(SOURCES / "transformer" / "launch.cu")
+    options += ["-Xptxas", "-v"]
     done = subprocess.run(
         ["nvcc", *options, "-c", source, "-o", tmp_path / "launch.o"], capture_output=True, text=True, check=False
     )
     assert done.returncode == 0, done.stderr
+    kernels = re.findall(r"entry function '(\w+)'(?:.|\n)*?(\d+) bytes spill stores(?:.|\n)*?Used (.*)", done.stderr)
+    assert len(kernels) == 42
+    for name, spilled, used in kernels:
+        assert spilled == "0", name  # registers in memory
+        if "softmax_drop" in name or name.startswith("_ZN5dsjob13drop_add_norm"):  # the rest of 48 KiB is the row's
+            assert "smem" not in used or f"{4 * 32} bytes smem" in used, (name, used)

@@ -16,9 +16,9 @@ import torch
 
 STAND_INS = Path(__file__).parent / "host_cuda"
 SOURCES = Path(__file__).parents[2] / "ops" / "csrc"
-_LAUNCH = re.compile(r"(\w+(?:<[\w, ]+>)?)<<<(.*?)>>>\(", re.DOTALL)
+_LAUNCH = re.compile(r"(\w+(?:<[\w, ()]+>)?)<<<(.*?)>>>\(", re.DOTALL)
 _LAUNCH_ON_HOST = r"on_host::launch(on_host::Shape(\2), [&](auto... each) { \1(each...); }, "
-_SHARED = re.compile(r"extern __shared__ float (\w+)\[\];")
+_SHARED = re.compile(r"extern __shared__ __align__\(16\) float (\w+)\[\];")
 
 
 def build_on_host(op: str, folder: Path) -> Path:

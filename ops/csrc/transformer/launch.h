@@ -25,24 +25,44 @@ struct Dropout {
     std::uint64_t seed, offset;  // of the generator; the offset counts numbers
 };
 
+struct Scores {
+    std::int64_t batch, heads, queries;
+    int keys;  // at most kWidest
+};
+
+struct Mask {
+    const void* numbers;  // to add to scores, or null
+    std::int64_t by_batch, by_head, by_query;  // strides in elements; 0 where all share a number. Keys are adjacent.
+};
+
+// The sums over the rows come from this many slices of the rows.
+int count_slices(Shape);
+
 // Each returns what the launch reported, or cudaErrorInvalidValue for a shape that the kernels do not take. What the
-// pointers are is described beside the kernels.
+// pointers are is described beside the kernels. Tensors that are void* begin at a multiple of 4 elements. slices: memory
+// for the sums of slices, fp32 [1 or 3, count_slices, width].
 cudaError_t bias_gelu(Kind, Shape, const void* x, const void* bias, void* out, cudaStream_t);
 cudaError_t bias_gelu_backward(
-    Kind, Shape, const void* gradient, const void* x, const void* bias, void* to_x, cudaStream_t
+    Kind, Shape, const void* gradient, const void* x, const void* bias, void* to_x, void* to_bias, float* slices,
+    cudaStream_t
 );
 cudaError_t drop_add_norm(
     Kind, Shape, Dropout, float eps, const void* x, const void* bias, const void* residual, const void* weight,
     const void* norm_bias, void* z, void* y, std::uint8_t* kept, float* mean, float* slope, cudaStream_t
 );
+// sums: [3, width], the gradients of weight, norm_bias and bias.
 cudaError_t drop_add_norm_backward(
     Kind, Shape, Dropout, const void* gradient, const void* added, const void* z_or_y, const void* weight,
     const void* norm_bias, const float* mean, const float* slope, const std::uint8_t* kept, void* to_residual,
-    void* to_x, cudaStream_t
+    void* to_x, void* sums, float* slices, cudaStream_t
 );
-cudaError_t sum_columns(
-    Kind, Shape, const void* gradient, const void* z_or_y, const void* weight, const void* norm_bias,
-    const float* mean, const float* slope, float* to_weight, float* to_bias, cudaStream_t
+cudaError_t softmax_drop(
+    Kind, Scores, Dropout, const void* scores, Mask, float scale, void* dropped, void* probabilities,
+    std::uint8_t* kept, cudaStream_t
+);
+cudaError_t softmax_drop_backward(
+    Kind, Scores, Dropout, const void* gradient, const void* probabilities, const std::uint8_t* kept, float scale,
+    void* to_scores, void* dropped, cudaStream_t
 );
 
 }  // namespace dsjob

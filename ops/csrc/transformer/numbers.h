@@ -13,11 +13,28 @@
 namespace dsjob {
 
 DSJOB_DEVICE float widen(float value) { return value; }
+DSJOB_DEVICE float widen(std::uint8_t value) { return value; }
 DSJOB_DEVICE float widen(__half value) { return __half2float(value); }
 DSJOB_DEVICE float widen(__nv_bfloat16 value) { return __bfloat162float(value); }
 DSJOB_DEVICE void narrow(float value, float* out) { *out = value; }
 DSJOB_DEVICE void narrow(float value, __half* out) { *out = __float2half(value); }
 DSJOB_DEVICE void narrow(float value, __nv_bfloat16* out) { *out = __float2bfloat16(value); }
+
+// Four elements, which a thread loads or stores at once. Their address is a multiple of their size.
+template <typename T>
+struct alignas(4 * sizeof(T)) Pack {
+    T values[4];
+};
+
+template <typename T>
+DSJOB_DEVICE Pack<T> load(const T* from) {
+    return *reinterpret_cast<const Pack<T>*>(from);
+}
+
+template <typename T>
+DSJOB_DEVICE void store(const Pack<T>& pack, T* to) {
+    *reinterpret_cast<Pack<T>*>(to) = pack;
+}
 
 constexpr float kRoot = 0.7978845608028654f;  // sqrt(2 / pi)
 constexpr float kCubic = 0.044715f;
