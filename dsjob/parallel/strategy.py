@@ -61,6 +61,9 @@ class Pipeline(Protocol):
     def forward(self, strategy: Strategy, args: Sequence[Any], kwargs: Mapping[str, Any]) -> Any:
         """One forward pass without gradients: the model's output on the last stage, `ELSEWHERE` on the others."""
 
+    def as_whole(self, strategy: Strategy) -> nn.Module:
+        """What computes as the whole model when it is called, on all stages (see `parallel.pipeline.as_whole`)."""
+
     def begin_step(self, micro_steps: int) -> None:
         """Is called before each step, with the number of micro steps that the model was trained on before."""
 

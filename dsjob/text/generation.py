@@ -40,8 +40,10 @@ class Generator:
         self._settings, self._tokenizer = dict(settings), tokenizer
 
     def add(self, engine: Any, batch: Any, outputs: Any = None) -> Generated:
-        """`write` for an `Engine`. A collective if the model is sharded."""
-        return self.write(engine.module, engine.device, batch, outputs, autocast=engine.precision.autocast)
+        """`write` for an `Engine`. A collective if the model is sharded or divided."""
+        pipelined = engine.world.pipe.size > 1
+        model = engine.strategy.pipeline.as_whole(engine.strategy) if pipelined else engine.module
+        return self.write(model, engine.device, batch, outputs, autocast=engine.precision.autocast)
 
     @torch.no_grad()
     def write(

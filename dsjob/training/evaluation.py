@@ -219,6 +219,8 @@ class Evaluator:
             return {name: (scalars[name], samples) for name in sorted(scalars)}
         outputs, losses, batch = self.objective.evaluate(engine, batch)
         if outputs is ELSEWHERE:
+            if self.generator is not None:
+                self.generator.add(engine, batch)  # with the last stage, which has the losses
             nothing = torch.zeros((), device=engine.device)
             return dict.fromkeys(self.objective.name([None] * max(1, len(self.objective.losses))), (nothing, 0))
         means = [loss.mean for loss in losses]

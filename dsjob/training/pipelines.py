@@ -25,6 +25,7 @@ from dsjob.engine.blocks import prepare_blocks
 from dsjob.engine.engine import Engine
 from dsjob.engine.several import Engines
 from dsjob.errors import ContractError, DsjobError, UsageError
+from dsjob.parallel.pipeline.as_whole import require_whole_passes
 from dsjob.parallel.pipeline.calls import Cut, cut_model, trace
 from dsjob.parallel.pipeline.layers import Layers, count_parameters, list_layers
 from dsjob.parallel.pipeline.measure import measure_layers
@@ -86,6 +87,8 @@ def build_passes(
     ((name, model),) = models.items()
     try:
         stage = cut_stage(model, spec, world, trust, read_batch, complete)
+        if spec.generation is not None:
+            require_whole_passes(stage.module)  # before anything is trained
         models[name] = stage.module
     except DsjobError as error:
         error.put_at(("pipeline", "partition") if isinstance(error, UsageError) else _PLACE)

@@ -16,18 +16,20 @@ WORDS = 40
 SMALL: dict[str, Any] = {"vocab_size": WORDS, "use_cache": False, "pad_token_id": 0}
 
 
-def build_gpt2(layers: int = 4) -> nn.Module:
+def build_gpt2(layers: int = 4, spread: float = 0.02) -> nn.Module:
     from transformers import GPT2Config, GPT2LMHeadModel
 
     off = {"attn_pdrop": 0, "embd_pdrop": 0, "resid_pdrop": 0, "bos_token_id": 1, "eos_token_id": 2}
-    return GPT2LMHeadModel(GPT2Config(n_embd=16, n_layer=layers, n_head=2, n_positions=16, **off, **SMALL))
+    return GPT2LMHeadModel(
+        GPT2Config(n_embd=16, n_layer=layers, n_head=2, n_positions=16, initializer_range=spread, **off, **SMALL)
+    )
 
 
-def build_llama(layers: int = 4, heads: int = 2) -> nn.Module:
+def build_llama(layers: int = 4, heads: int = 2, spread: float = 0.02) -> nn.Module:
     from transformers import LlamaConfig, LlamaForCausalLM
 
     sizes = {"hidden_size": 16, "intermediate_size": 32, "num_hidden_layers": layers, "num_attention_heads": heads}
-    return LlamaForCausalLM(LlamaConfig(**sizes, **SMALL))
+    return LlamaForCausalLM(LlamaConfig(initializer_range=spread, **sizes, **SMALL))
 
 
 def build_t5(layers: int = 2) -> nn.Module:
@@ -38,9 +40,11 @@ def build_t5(layers: int = 2) -> nn.Module:
 
 
 class Tokens(Dataset[dict[str, Tensor]]):
-    """Samples with input_ids, attention_mask and labels, int64 [8]; some are padded."""
+    """Samples with input_ids, attention_mask and labels, int64 [8]; some are padded. prompt: first tokens without
+    labels."""
 
-    def __init__(self, length: int = 64, seed: int = 0) -> None:
+    def __init__(self, length: int = 64, seed: int = 0, prompt: int = 0) -> None:
+        self.prompt = prompt
         generator = torch.Generator().manual_seed(seed)
         self.ids = torch.randint(3, WORDS, (length, 8), generator=generator)
         self.lengths = torch.randint(4, 9, (length,), generator=generator)
@@ -51,7 +55,13 @@ class Tokens(Dataset[dict[str, Tensor]]):
     def __getitem__(self, index: int) -> dict[str, Tensor]:
         mask = (torch.arange(8) < self.lengths[index]).long()
         ids = self.ids[index] * mask
-        return {"input_ids": ids, "attention_mask": mask, "labels": torch.where(mask == 1, ids, -100)}
+        labelled = (mask == 1) & (torch.arange(8) >= self.prompt + index % 2 * bool(self.prompt))
+        return {"input_ids": ids, "attention_mask": mask, "labels": torch.where(labelled, ids, -100)}
+
+
+def count_kinds(preds: Tensor, target: Tensor) -> float:
+    """Of generated tokens."""
+    return float(sum(len(set(row)) for row in preds.tolist()) / len(preds))
 
 
 class TokenStream(IterableDataset[dict[str, Tensor]]):

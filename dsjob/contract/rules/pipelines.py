@@ -67,13 +67,12 @@ def _offload(document: Document) -> Iterator[Finding]:
 @enter("pipeline-with", whole=True)
 def _with(document: Document) -> Iterator[Finding]:
     """A pipeline runs all micro batches of a step together, on stages of which only the last has the model's output. A
-    step of the user's own, several models, or another program's engine would run them one by one."""
+    step of the user's own, several models, or another program's engine would run them one by one. An mpu divides the
+    ranks itself, and the 1-bit optimizers exchange momenta among all ranks, which must have the same parameters."""
     if count_stages(document) == 1:
         return
     if is_driven(document):
         yield "engine", "deepspeed cannot be combined with a pipeline", "use engine: dsjob"
-    if document.get("generation"):
-        yield "generation", "cannot be combined with a pipeline", "run `dsjob generate` on the checkpoint"
     if document.get("models"):
         yield "models", "cannot be combined with a pipeline", "train one model, or leave pipeline.stages out"
     for key in ("step", "eval_step", "mpu", "disable_auto_grad_accumulation"):

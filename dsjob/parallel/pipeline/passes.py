@@ -13,6 +13,7 @@ from torch import Tensor, nn
 
 from dsjob.errors import UsageError
 from dsjob.optim.shards import local
+from dsjob.parallel.pipeline.as_whole import as_whole
 from dsjob.parallel.pipeline.executor import Executor, Inputs, Work
 from dsjob.parallel.pipeline.layers import LayerSequence, Received
 from dsjob.parallel.pipeline.stage import Stage
@@ -71,6 +72,10 @@ class StagePasses:
                 hint="call run_step() of the engine, or train_batch() of a PipelineEngine",
             )
         return self.infer(strategy, [MicroBatch(args, kwargs)], None)[0]
+
+    def as_whole(self, strategy: Strategy) -> nn.Module:
+        """See `parallel.strategy.Pipeline`."""
+        return as_whole(strategy.module, self.world, strategy.forward)
 
     @torch.no_grad()
     def infer(
