@@ -133,9 +133,13 @@ class HarnessFinder(importlib.abc.MetaPathFinder):
 
 
 def fit_devices() -> None:
-    """Ignores the device numbers that test helpers pass, which a CPU does not have."""
+    """Ignores the device numbers that test helpers pass, which a CPU does not have, and lets fork_rng accept a CPU."""
+    import torch
     from torch.nn.parallel import DistributedDataParallel
 
+    cpu: Any = torch.cpu
+    cpu.get_rng_state = lambda device=None: torch.get_rng_state()
+    cpu.set_rng_state = lambda state, device=None: torch.set_rng_state(state)
     before = DistributedDataParallel.__init__
 
     def init(self: Any, module: Any, device_ids: Any = None, output_device: Any = None, **others: Any) -> None:

@@ -3,8 +3,10 @@
 from __future__ import annotations
 
 import logging
+import random
 from typing import Any
 
+import numpy as np
 import pytest
 import torch
 import torch.distributed as dist
@@ -15,7 +17,7 @@ from torch import nn
 import dsjob.deepspeed as deepspeed
 from dsjob.deepspeed.ops.adam import DeepSpeedCPUAdam, FusedAdam
 from dsjob.deepspeed.ops.lion import DeepSpeedCPULion, FusedLion
-from dsjob.deepspeed.runtime.utils import PartitionedTensor, call_to_str, prefix_sum_inc
+from dsjob.deepspeed.runtime.utils import PartitionedTensor, call_to_str, prefix_sum_inc, set_random_seed
 from dsjob.errors import UsageError
 from dsjob.ranks.mesh import World
 
@@ -36,6 +38,14 @@ def _divide(world: World, rows: int) -> bool:
 @pytest.mark.parametrize("rows", [2, 3])
 def test_a_partitioned_tensor_is_whole_again(rows: int) -> None:
     assert run_ranks(_divide, 2, rows) == [True, True]
+
+
+def test_a_seed_is_for_all_generators() -> None:
+    drawn = []
+    for _ in range(2):
+        set_random_seed(7)
+        drawn.append((random.random(), np.random.random(), torch.rand(()).item()))
+    assert drawn[0] == drawn[1]
 
 
 def test_texts_and_sums() -> None:

@@ -11,6 +11,7 @@ import torch.distributed as dist
 from dsjob.deepspeed.absent import explain_names as _explain_names
 from dsjob.deepspeed.utils import logger
 from dsjob.pipelines.partition import balance
+from dsjob.ranks.seeding import seed_rng
 
 
 def see_memory_usage(message: str, force: bool = False) -> None:
@@ -18,6 +19,11 @@ def see_memory_usage(message: str, force: bool = False) -> None:
     if force and torch.cuda.is_available():
         now, most = torch.cuda.memory_allocated() / 2**30, torch.cuda.max_memory_allocated() / 2**30
         logger.info("%s: %.2f GiB on the device, at most %.2f GiB", message, now, most)
+
+
+def set_random_seed(seed: int) -> None:
+    """Seeds the generators of Python, NumPy and torch, on all devices."""
+    seed_rng(seed)
 
 
 def clip_grad_norm_(parameters: object, max_norm: float, norm_type: float = 2.0) -> torch.Tensor:
