@@ -108,6 +108,9 @@ FILES = (
 # Their tests start process groups themselves, so they need new processes.
 FRESH = ("comm/test_dist.py",)
 
+# Their configs misspell a key, which is an error; these run as with `dsjob exec --lenient`.
+LENIENT = ("runtime/pipe/test_pipe.py",)
+
 # The first pattern that an error, or the end of its trace, has gives the reason.
 PATTERNS: tuple[tuple[str, str], ...] = (
     ("not in dsjob", r"dsjob has no deepspeed\.(moe|pipe|runtime\.(pipe|zero\.tiling|progressive_layer_drop))"),
@@ -129,10 +132,8 @@ PATTERNS: tuple[tuple[str, str], ...] = (
     ("masters are fp32", r"(bf16|fp16)_master_weights_and_grads: true is not supported"),
     ("masters are fp32", r"comm dtype doesn't match module dtype"),
     ("internals", r"dsjob has no deepspeed\.|'Stub'|sitecustomize\.|isinstance\(\w+ \(\\nParameter Group"),
-    (
-        "internals",
-        r"'(Parameter|DTensor|Adam|AdamW|MuonWithAuxAdam|Lamb|One[Bb]itLamb|DeepSpeedZeroOptimizer|Section)' object has no",
-    ),
+    ("internals", r"'(Parameter|DTensor|Adam|AdamW|MuonWithAuxAdam|Lamb|One[Bb]itLamb)' object has no"),
+    ("internals", r"'(DeepSpeedZeroOptimizer|Section)' object has no"),
     ("allowed here", r"expected exception must be a BaseException type, not ZeRORuntimeException"),
     (
         "internals",

@@ -200,7 +200,8 @@ class LayerSequence:
     """The `forward` of a module that holds some layers of a sequence: runs one of its chunks of layers.
 
     chunks: for each, the layers with their numbers in the sequence. interval: recompute groups of so many layers with
-    `again`; 0: none. seed: seeds each layer of each micro batch from this number; None: not at all.
+    `again`, if any of them has parameters; 0: none. seed: seeds each layer of each micro batch from this number; None:
+    not at all.
     """
 
     def __init__(
@@ -227,7 +228,12 @@ class LayerSequence:
             return self._run(layers, value, round_)
         for start in range(0, len(layers), self.interval):
             group = layers[start : start + self.interval]
-            value = self.again(lambda value, group=group: self._run(group, value, round_), value)
+            if any(isinstance(layer, nn.Module) and any(True for _ in layer.parameters()) for _, layer in group):
+                value = self.again(lambda value, group=group: self._run(group, value, round_), value)
+            else:
+                # As in DeepSpeed: such layers are cheap, and may change their input in place, as ReLU can, which would
+                # then be lost.
+                value = self._run(group, value, round_)
         return value
 
     def begin_step(self, micro_batches: int) -> None:

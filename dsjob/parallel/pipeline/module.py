@@ -33,7 +33,8 @@ class PipelineModule(nn.Module):
     micro batch too before calling it, so that nothing depends on the number of stages. seed_fn: sets a seed, in place
     of torch's, NumPy's and Python's. partition_method: see `dsjob.pipelines.partition`; `time` needs `example`, the
     inputs of a micro batch. activation_checkpoint_interval: recomputes the activations of groups of so many layers with
-    `activation_checkpoint_func`; 0: none. checkpointable_layers, dynamic_shape: no effect; shapes may always change.
+    `activation_checkpoint_func`, unless none of them has parameters; 0: none. checkpointable_layers, dynamic_shape: no
+    effect; shapes may always change.
     chunks: parts of the model on each rank. `schedule`: of training, by default 1F1B, or interleaved with several
     chunks; set it before `initialize` to another one: (micro batches, stages, stage) -> a PipeSchedule.
 
