@@ -53,7 +53,7 @@ def read_average(folder: Path, step: int) -> dict[str, Tensor]:
     ("ranks", "stage"),
     [(1, 0), (2, 0), (2, 3), *(pytest.param(2, stage, marks=pytest.mark.full) for stage in (1, 2))],
 )
-@pytest.mark.full("2-0", "1-0")
+@pytest.mark.full("2-0", "2-3")
 def test_averages_follow_the_weights_and_are_resumed_bit_for_bit(tmp_path: Path, ranks: int, stage: int) -> None:
     whole, parts = tmp_path / "whole", tmp_path / "parts"
     run_ranks(average_on_ranks, ranks, str(whole), 6, stage, {})

@@ -52,6 +52,7 @@ def compute_expected(seed: int) -> dict[str, float]:
         (1, {"fp16": {"enabled": True, "initial_scale_power": 10}}),
     ],
 )
+@pytest.mark.full("2-sections2", "2-sections3")
 def test_norms_are_those_of_autograd_before_clipping(tmp_path: Path, ranks: int, sections: dict[str, Any]) -> None:
     run_ranks(train, ranks, str(tmp_path), "parameter", sections)
     tolerance = 1e-2 if "fp16" in sections else 1e-5

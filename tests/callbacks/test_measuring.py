@@ -61,6 +61,7 @@ def test_the_time_of_parts_adds_up(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize(("ranks", "stage"), [(1, 0), (2, 0), (2, 3)])
+@pytest.mark.full("2-0")
 def test_memory_is_that_of_the_tensors(tmp_path: Path, ranks: int, stage: int) -> None:
     model = {"_target_": "small_jobs.Net", "dropout": 0.0}
     sections = {"model": model, "zero_optimization": {"stage": stage}}

@@ -36,6 +36,7 @@ def commit(url: str, attempt: Attempt, step: int, tag: str = "") -> str:
     return folder
 
 
+@pytest.mark.full("s3")
 def test_runs_that_begin_at_once_get_numbers_of_their_own(root: str) -> None:
     with ThreadPoolExecutor(8) as pool:
         numbers = [attempt.number for attempt in pool.map(lambda _: claim(root), range(8))]

@@ -111,6 +111,7 @@ def test_a_damaged_checkpoint_stops_the_run_and_is_told_by_file_tensor_and_offse
 
 
 @pytest.mark.parametrize("what", ["shard", "missing shard", "manifest", "record", "state", "job"])
+@pytest.mark.full("job", "state", "record")
 def test_a_run_goes_on_from_the_checkpoint_before_a_damaged_one(
     tmp_path: Path, whole: Path, what: str, capsys: pytest.CaptureFixture[str]
 ) -> None:

@@ -114,7 +114,7 @@ CUT = [(1, 3, ("bf16",)), (2, 1, ("fp32",)), (2, 2, ("fp16", "autocast"))]
         ),
     ],
 )
-@pytest.mark.full("dropout-2-2-precisions2-2", "dropout-1-3-precisions0-2")
+@pytest.mark.full("dropout-2-2-precisions2-2", "dropout-2-1-precisions1-2")
 def test_every_stage_gives_bit_for_bit_what_it_gives_without(
     kind: str, world_size: int, accumulation: int, precisions: tuple[str, ...], every: int
 ) -> None:

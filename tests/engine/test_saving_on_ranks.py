@@ -187,6 +187,7 @@ def resume_everywhere(world: World, folder: str, workers: int, ends: Sequence[in
         ),
     ],
 )
+@pytest.mark.full
 def test_a_run_that_ends_anywhere_goes_on_bit_for_bit(
     tmp_path: Path, world_size: int, workers: int, ends: Sequence[int]
 ) -> None:

@@ -86,6 +86,7 @@ def read_digests(run: Path) -> dict[str, list[str]]:
 
 @pytest.mark.parametrize("arguments", [["+data.num_workers=1"], ["launch.nproc=2"]], ids=["one rank", "two ranks"])
 @pytest.mark.parametrize(("number", "code"), [(signal.SIGINT, 130), (signal.SIGTERM, 75)])
+@pytest.mark.full("2-130-one rank", "15-75-one rank")
 def test_a_signal_saves_and_stops_everything(tmp_path: Path, arguments: list[str], number: int, code: int) -> None:
     make_job(tmp_path, trainer={"train_batch": 8, "max_steps": 100000, "log_every": 1})
     started = Started(tmp_path, *arguments, "+data.train.pause=0.01")
@@ -312,6 +313,7 @@ def test_ranks_of_torchrun_do_not_resume_another_job(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize("nproc", [1, 2])
+@pytest.mark.full("1")
 def test_a_damaged_checkpoint_reads_the_same_on_any_number_of_ranks(tmp_path: Path, nproc: int) -> None:
     make_job(tmp_path, trainer={"train_batch": 8, "max_steps": 2})
     assert dsjob("cfg.json", cwd=tmp_path).returncode == 0

@@ -151,6 +151,7 @@ def lend_the_device(world: World, zero: dict[str, Any], lends: bool) -> list[flo
 
 
 @pytest.mark.parametrize("what", ["offload_optimizer", "offload_param"])
+@pytest.mark.full("offload_optimizer")
 def test_reloaded_states_leave_on_the_host_what_belongs_there(what: str) -> None:
     zero = {"stage": 3, what: {"device": "cpu"}}
     expected, found = (run_ranks(lend_the_device, 2, zero, lends, library=build()) for lends in (False, True))

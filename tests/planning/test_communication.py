@@ -97,7 +97,7 @@ def save(world: World, folder: str) -> list[tuple[str, int, int]]:
 
 @pytest.mark.slow
 @pytest.mark.parametrize("world_size", [1, 2, 3])
-@pytest.mark.full("3")
+@pytest.mark.full("3", "2")
 def test_checkpoints_are_as_large_as_predicted(world_size: int, tmp_path: Path) -> None:
     for path, whole, rank in run_ranks(save, world_size, str(tmp_path))[0]:
         files = [file.stat().st_size for file in Path(path).rglob("*.safetensors")]

@@ -61,6 +61,7 @@ def describe(world: World) -> dict[str, Any]:
 
 @pytest.mark.parametrize("library", LIBRARIES)
 @pytest.mark.parametrize("ranks", [2, 3, 4])
+@pytest.mark.full("4-simulated", "4-None")
 def test_the_mesh_of_an_ordinary_job_needs_no_communicator_of_its_own(ranks: int, library: str | None) -> None:
     """Not one for the axis that all ranks lie along, and none for axes of size 1."""
     found = run_ranks(describe, ranks, library=find_library(library))

@@ -70,7 +70,7 @@ def test_activations_are_within_20_percent_of_what_a_real_forward_pass_keeps(rec
 
 
 @RECIPES
-@pytest.mark.full("vision_digits-fp32")
+@pytest.mark.full("vision_digits-fp32", "quickstart-fp32")
 def test_the_peak_is_within_20_percent_of_what_two_real_steps_reach(recipe: str, precision: str) -> None:
     spec = read_recipe(recipe, f"precision={precision}")
     assert spec.optimizer is not None
@@ -112,7 +112,7 @@ GRID = [
 
 
 @pytest.mark.parametrize(("recipe", "way", "precision"), GRID)
-@pytest.mark.full("quickstart-full-fp32", "quickstart-every second-bf16")
+@pytest.mark.full("quickstart-full-fp32", "quickstart-every second-bf16", "quickstart-selective-bf16")
 def test_with_blocks_computed_again_a_forward_pass_and_the_peak_are_within_20_percent(
     recipe: str, way: str, precision: str
 ) -> None:

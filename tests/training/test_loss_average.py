@@ -98,6 +98,7 @@ def run_even(world: World, folder: str) -> list[tuple[list[dict[str, float]], di
 
 
 @pytest.mark.parametrize("world_size", [1, 2])
+@pytest.mark.full("2")
 def test_where_all_have_equally_many_targets_no_bit_changes(tmp_path: Any, world_size: int) -> None:
     timed = ("samples_per_second", "tokens_per_second", "eta_seconds", "memory/peak_gib")
     for found in run_ranks(run_even, world_size, str(tmp_path)):

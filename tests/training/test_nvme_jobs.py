@@ -143,6 +143,7 @@ def fill_disk(pipe: Any, folder: str, where: str) -> None:
 
 
 @pytest.mark.parametrize("where", ["parameters", "state"])
+@pytest.mark.full("state")
 def test_a_disk_without_room_ends_the_job_and_loses_nothing(where: str, tmp_path: Path) -> None:
     ours, theirs = get_forks().Pipe()
     process = get_forks().Process(target=fill_disk, args=(theirs, str(tmp_path), where))

@@ -167,6 +167,7 @@ MORE: list[Case] = [
 @pytest.mark.parametrize(
     ("ranks", "kind", "sections"), [*CASES, *(pytest.param(*case, marks=pytest.mark.full) for case in MORE)]
 )
+@pytest.mark.full("4-one loss-sections3", "2-listed-sections1")
 def test_a_pipelined_job_gives_the_numbers_of_one_process(
     ranks: int, kind: str, sections: dict[str, Any], tmp_path: Path
 ) -> None:

@@ -81,6 +81,7 @@ def test_a_limit_leaves_the_first_samples(tmp_path: Path, target: str) -> None:
 
 
 @pytest.mark.parametrize(("world_size", "stage"), [(1, 0), (2, 3), (3, 0), (3, 3)])
+@pytest.mark.full("2-3", "3-0")
 def test_each_sample_is_there_once_and_in_order(tmp_path: Path, world_size: int, stage: int) -> None:
     """In the sets of 1 and 2 samples, some ranks have no batch. One file is the same, byte for byte."""
     sets = {"many": {**RARE, "n": 37}, "two": {**RARE, "n": 2}, "one": {**RARE, "n": 1}}
@@ -120,6 +121,7 @@ def test_tensors_are_written_as_safetensors(tmp_path: Path, world_size: int) -> 
 
 @pytest.mark.parametrize("test_set", [{"_target_": "test_predict.load", "batch_size": 3}, "loader", "stream"])
 @pytest.mark.parametrize("world_size", [1, 2])
+@pytest.mark.full("2-loader")
 def test_loaders_and_streams_keep_their_order(tmp_path: Path, world_size: int, test_set: Any) -> None:
     data: dict[str, Any] = {"train": RARE, "test": test_set}
     if test_set == "loader":

@@ -32,6 +32,7 @@ def ask_on_ranks(world: World, folder: str, arguments: dict[str, Any]) -> None:
 
 @pytest.mark.parametrize("ranks", [1, 2])
 @pytest.mark.parametrize(("hook", "step", "last"), [("on_log", 3, 3), ("on_eval", 4, 4), ("on_log", 4, 4)])
+@pytest.mark.full("on_log-3-3-1", "on_log-4-4-1", "on_eval-4-4-1", "on_log-4-4-2")
 def test_a_stop_ends_the_run_with_an_evaluation_and_a_save(
     tmp_path: Path, ranks: int, hook: str, step: int, last: int
 ) -> None:
@@ -85,6 +86,7 @@ def touch_on_ranks(world: World, folder: str) -> None:
 
 
 @pytest.mark.parametrize("ranks", [1, 2])
+@pytest.mark.full("1")
 def test_the_file_stop_now_ends_the_run(tmp_path: Path, ranks: int) -> None:
     run_ranks(touch_on_ranks, ranks, str(tmp_path))
     result = json.loads((tmp_path / "result.json").read_text())
