@@ -117,7 +117,7 @@ def make_generation(
     section = [f"++generation.{key}={_write(value)}" for key, value in settings.items()]
     # A test set of the job's own would keep its arguments beside those of the prompts.
     own = ["~data.test"] if document.get("data", {}).get("test") is not None else []
-    # Stages pass on activations of a batch, not of tokens one by one: each rank has the whole model instead.
+    # Stages have no cache from token to token: each rank has the whole model instead.
     own += ["~pipeline"] if document.get("pipeline") is not None else []
     data = [*own, f"+data.test={{_target_: dsjob.text.Prompts, path: {quote(file)}}}", "++data.collate=null"]
     return make_task("generate", chosen, [*section, *data, *_FORM, *overrides], ema=ema)

@@ -10,6 +10,7 @@ import sys
 from pathlib import Path
 
 import pytest
+import torch
 import transformers
 from jobs import dsjob
 from programs import Program
@@ -64,6 +65,26 @@ def test_a_pipelined_run_generates_without_its_stages(run: Path, tmp_path: Path)
     words = ("--prompt", "some", "--max-new-tokens", "4")
     done, expected = (dsjob("generate", "run", *words, cwd=folder) for folder in (tmp_path, run.parent))
     assert (done.returncode, done.stdout) == (0, expected.stdout), done.stderr
+
+
+@pytest.mark.full
+def test_the_checkpoint_of_a_mesh_generates_as_a_whole_model(tmp_path: Path) -> None:
+    """A checkpoint of two stages, each divided between two ranks: what one process loads, and what any number of ranks
+    continues with, also those of the mesh."""
+    (tmp_path / "sentences.py").write_text(SENTENCES)
+    (tmp_path / "job.yaml").write_text(JOB.replace("lr: 0.0", "lr: 0.01"))
+    mesh = ("launch.nproc=4", "pipeline.stages=2", "tensor_parallel.size=2", "zero_optimization.stage=1")
+    done = dsjob("job.yaml", "output.dir=run", "trainer.max_steps=3", *mesh, cwd=tmp_path)
+    assert done.returncode == 0, done.stderr
+    model = dsjob_module.load_model(str(tmp_path / "run"), trust=["sentences"])
+    ids = torch.tensor([list(b"some")])
+    written = model.generate(ids, attention_mask=torch.ones_like(ids), max_new_tokens=4, do_sample=False)
+    words = ("generate", "run", "--prompt", "some", "--max-new-tokens", "4", "--json")
+    one, stages = ("launch.nproc=1", "tensor_parallel.size=1"), "+pipeline={stages: 2}"
+    for options in (one, ("launch.nproc=2",), (), (stages,)):
+        done = dsjob(*words, *options, cwd=tmp_path)
+        assert done.returncode == 0, done.stderr
+        assert json.loads(done.stdout)["generated"] == written[0, 4:].tolist()
 
 
 TEXT = "{_target_: dsjob.text.Text, source: texts.txt, cache_dir: cache}"
