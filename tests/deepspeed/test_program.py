@@ -169,7 +169,9 @@ def _load_into_engine(world: World, folder: str) -> list[list[float]]:
     engine.backward(engine(torch.ones(2, 3)).mean())
     engine.step()
     values.append(read())
+    shown = engine.module.bias.detach()
     load_state_dict_from_zero_checkpoint(engine.module, folder)
+    assert shown.tolist() == read()
     return [*values, read()]
 
 

@@ -3,16 +3,17 @@
 from __future__ import annotations
 
 import os
+from collections.abc import Mapping
 
 import torch
 from torch import Tensor, nn
-from torch.distributed.fsdp import FSDPModule
 from torch.distributed.tensor import DTensor
 
 from dsjob.checkpoint.live.weights import read_weights
 from dsjob.checkpoint.offline.convert import Names, convert, parse_size
 from dsjob.deepspeed.absent import explain_names as _explain_names
 from dsjob.optim.shards import local, own_part
+from dsjob.parallel.parameters import find_owned
 
 Place = str | os.PathLike[str]
 
@@ -35,10 +36,8 @@ def load_state_dict_from_zero_checkpoint(model: nn.Module, checkpoint_dir: Place
     the model with that engine afterwards.
     """
     weights = read_weights(os.fspath(checkpoint_dir), tag=tag)
-    if not any(isinstance(parameter, DTensor) for parameter in model.parameters()):
-        for module in model.modules():
-            if isinstance(module, FSDPModule):
-                module.reshard()  # an engine of stage 1 or 2 shows whole copies of its shards
+    if _load_gathered(model, weights):
+        return model
     shards = {name: p for name, p in model.named_parameters(remove_duplicate=False) if isinstance(p, DTensor)}
     for name, shard in shards.items():
         if type(shard) is DTensor:
@@ -48,6 +47,25 @@ def load_state_dict_from_zero_checkpoint(model: nn.Module, checkpoint_dir: Place
     others = {name: weight for name, weight in weights.items() if name not in shards}
     (model if shards else model.cpu()).load_state_dict(others, strict=False)
     return model
+
+
+def _load_gathered(model: nn.Module, weights: Mapping[str, Tensor]) -> bool:
+    """Loads weights into a model that shows whole copies of its shards, as at stages 1 and 2. Returns whether it does.
+
+    `load_state_dict` would free the copies, which a program may hold.
+    """
+    shown = dict(model.named_parameters(remove_duplicate=False))
+    shards = {name: owned.weight for name, parameter in shown.items() if (owned := find_owned(parameter)) is not None}
+    if not shards or any(isinstance(p, DTensor) for p in shown.values()):
+        return False
+    if not any(isinstance(shard, DTensor) for shard in shards.values()):
+        return False
+    for name, tensor in [*shown.items(), *model.named_buffers(remove_duplicate=False)]:
+        if name in weights:
+            tensor.data.copy_(weights[name])
+            if isinstance(shard := shards.get(name), DTensor):
+                local(shard).copy_(own_part(weights[name].to(local(shard)), shard))
+    return True
 
 
 def convert_zero_checkpoint_to_fp32_state_dict(
