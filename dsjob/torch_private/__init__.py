@@ -87,10 +87,14 @@ def make_group(lines: Sequence[Sequence[int]], timeout: timedelta) -> dist.Proce
 
     `dist.new_group` would be called for each line on all ranks: at 1,024 ranks, a thousand times. This creates at most
     one group: by one split of NCCL's communicator, which all ranks take part in, or by the ranks of the group alone.
-    For why not with use_local_synchronization, see `make_group_of_hosts`.
+    For why not with use_local_synchronization, see `make_group_of_hosts`. A program's own group of both NCCL and gloo
+    has to be split line by line.
     """
     world: Any = dist.group.WORLD
     if world.bound_device_id is not None and _get_split_source(world) is not None:
+        if ":" in str(_world.pg_map[world][0]):
+            made = [dist.new_group(list(line), timeout=timeout) for line in lines]
+            return next((group for line, group in zip(lines, made, strict=True) if dist.get_rank() in line), None)
         return dist.split_group(split_ranks=[list(line) for line in lines], timeout=timeout)
     own = next((tuple(line) for line in lines if dist.get_rank() in line), None)
     if own is None:

@@ -33,10 +33,16 @@ _CONFIG = "transformers.AutoConfig.from_pretrained"
 MOST_STEPS = 200_000  # the limit for schedules that can only be traced step by step
 
 
-def build_on_meta(target: Target, trust: Trust = Trust()) -> nn.Module:  # noqa: B008 (frozen)
-    """Builds the model on the meta device: shapes without memory. Raises UsageError if it needs real tensors."""
+def build_on_meta(
+    target: Target,
+    trust: Trust = Trust(),  # noqa: B008 (frozen)
+    *,
+    downloads: bool = False,
+) -> nn.Module:
+    """Builds the model on the meta device: shapes without memory. downloads: whether a configuration may come from the
+    hub. Raises UsageError if it needs real tensors."""
     if target.path.endswith(".from_pretrained"):
-        return _build_from_config(target, trust)
+        return _build_from_config(target, trust, downloads)
     try:
         with torch.device("meta"):
             return build_model(target, trust)
@@ -51,12 +57,12 @@ def build_on_meta(target: Target, trust: Trust = Trust()) -> nn.Module:  # noqa:
         raise failed from error
 
 
-def _build_from_config(target: Target, trust: Trust) -> nn.Module:
+def _build_from_config(target: Target, trust: Trust, downloads: bool) -> nn.Module:
     """Builds the model of a `from_pretrained` call from its configuration only, read from a local folder or the hub's
-    cache."""
+    cache, or with `downloads` from the hub."""
     where = ("model",)
     # Checking the arguments reads the model's files too, and would otherwise fetch them.
-    offline = {**target.arguments, "local_files_only": True}
+    offline = {**target.arguments, **({} if downloads else {"local_files_only": True})}
     call_target(Target(target.path, {"_partial_": True, **offline}), trust=trust, where=where)
     owner: Any = getattr(find_target(target.path, trust), "__self__", None)
     given = {key: value for key, value in offline.items() if key != "config"}

@@ -65,7 +65,7 @@ class _Maker:
             if self._spec.pipeline.partition.lower() == "time":
                 raise NotInPartsError("partition time measures all layers")
             with keep_rng(_CPU):
-                self._sketch = Sketch(lambda: build_on_meta(target, trust))
+                self._sketch = Sketch(lambda: build_on_meta(target, trust, downloads=True))
                 kept = _guess(self._sketch.model, self._spec.pipeline, self._world.pipe)
         except (DsjobError, NotInPartsError) as error:
             self._sketch = None

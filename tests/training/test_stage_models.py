@@ -6,6 +6,7 @@ import gc
 from pathlib import Path
 from typing import Any
 
+import pipelined_models
 import torch
 from job_documents import resolve
 from pipelined_models import Rows
@@ -64,11 +65,11 @@ def test_a_rank_needs_memory_for_its_stage_and_no_more() -> None:
         assert said == []
 
 
-def build_both(world: World, documents: list[dict[str, Any]]) -> list[list[str]]:
+def build_both(world: World, documents: list[dict[str, Any]], batch: Any = None) -> list[list[str]]:
     """Checks that the parameters of a stage are those of the whole model, and that the random numbers that follow are
     the same. What is said."""
     told = []
-    batch = next(iter(torch.utils.data.DataLoader(Rows(), batch_size=2)))
+    batch = batch or next(iter(torch.utils.data.DataLoader(Rows(), batch_size=2)))
     for document in documents:
         job = complete_job(resolve(document, world_size=world.everyone.size))
         whole = dict(build_models(job, TRUST)["model"].named_parameters())
@@ -105,3 +106,16 @@ def test_a_stage_has_the_values_of_the_whole_model_however_it_is_built() -> None
         # The first stage needs nothing of others.
         reads = f"{start}aten.copy_ reads parameters of other stages while the model is built"
         assert told[5] == ([reads] if rank else [])
+
+
+def build_pretrained(world: World, document: dict[str, Any], folder: str) -> list[list[str]]:
+    if world.everyone.rank == 0:
+        pipelined_models.build_llama().save_pretrained(folder)  # type: ignore[operator]
+    torch.distributed.barrier()
+    return build_both(world, [document], {"input_ids": torch.ones(2, 8, dtype=torch.int64)})
+
+
+def test_a_stage_of_a_pretrained_model_has_its_values(tmp_path: Path) -> None:
+    model = {"_target_": "transformers.AutoModelForCausalLM.from_pretrained", "_args_": [str(tmp_path)]}
+    document = make_document("llama", "out", model=model, pipeline={"stages": 2})
+    assert run_ranks(build_pretrained, 2, document, str(tmp_path)) == [[[]], [[]]]
