@@ -20,7 +20,6 @@ from weakref import WeakKeyDictionary
 import torch
 from torch import Tensor, nn
 from torch.nn.modules.module import register_module_parameter_registration_hook
-from torch.nn.parameter import is_lazy
 from torch.overrides import TorchFunctionMode
 
 from dsjob.torch_private import TorchDispatchMode, address_of, own_parameters, tree_leaves
@@ -142,8 +141,9 @@ class _Others(TorchDispatchMode):  # type: ignore[no-untyped-call]
 
     @torch.no_grad()
     def _place(self, key: _Key, parameter: nn.Parameter) -> None:
-        skipped = key not in self._keys or parameter.device.type != "cpu" or is_lazy(parameter)
-        if skipped or self.find(parameter) is not None:
+        # Parameters of other classes, such as quantized or lazy ones, keep their values.
+        plain = type(parameter) is nn.Parameter and parameter.device.type == "cpu"
+        if key not in self._keys or not plain or self.find(parameter) is not None:
             return
         storage, size = parameter.untyped_storage(), parameter.numel() * parameter.itemsize
         valid = storage.resizable() and storage.nbytes() == size
