@@ -27,7 +27,8 @@ class Toolchain:
 
     compiler, nvcc: a line of their `--version`, or empty where they are missing. torch: its version. cuda: the
     toolkit's version, such as "13.0". torch_cuda: that of torch, or empty for a build without CUDA.
-    architectures: TORCH_CUDA_ARCH_LIST, or those of this machine's GPUs.
+    architectures: TORCH_CUDA_ARCH_LIST, or those of this machine's GPUs. headless: the folder in which torch looks for
+    the toolkit, if the toolkit's headers are not there; otherwise empty.
     """
 
     compiler: str
@@ -36,6 +37,7 @@ class Toolchain:
     cuda: str
     torch_cuda: str
     architectures: str
+    headless: str = ""
 
 
 @cache
@@ -52,7 +54,16 @@ def find_toolchain() -> Toolchain:
         release[1] if release else "",
         torch.version.cuda or "",
         os.environ.get("TORCH_CUDA_ARCH_LIST") or own_architectures(),
+        _find_headless(cpp_extension.CUDA_HOME),
     )
+
+
+def _find_headless(home: str | None) -> str:
+    """torch takes the folder above that of nvcc for the toolkit, also if that nvcc only starts another one."""
+    if home is None or os.environ.get("CPATH"):
+        return ""
+    headers = (os.path.join(folder, "include", "cuda_runtime.h") for folder in (home, "/usr"))
+    return "" if any(map(os.path.exists, headers)) else home
 
 
 def find_problem(op: Op) -> str:
@@ -72,6 +83,8 @@ def _find_cuda_problem(tools: Toolchain) -> str:
             f"no CUDA toolkit was found: install version {tools.torch_cuda}, as torch has it, "
             "and put its bin folder on PATH or set CUDA_HOME"
         )
+    if tools.headless:
+        return f"{tools.headless} has nvcc, but not include/cuda_runtime.h: set CUDA_HOME to the toolkit's own folder"
     if tools.cuda.split(".")[0] != tools.torch_cuda.split(".")[0]:
         return (
             f"nvcc is of CUDA {tools.cuda}, but torch was built with {tools.torch_cuda}: "

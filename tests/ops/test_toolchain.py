@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import replace
+from pathlib import Path
 
 import pytest
 
@@ -31,6 +32,7 @@ CUDA = Op("kernel", "cuda", "tests", "nothing", ())
         ({"torch_cuda": ""}, CUDA, "this torch was built without CUDA"),
         ({"nvcc": "", "cuda": ""}, CUDA, "no CUDA toolkit was found: install version 13.0"),
         ({"cuda": "12.4"}, CUDA, "nvcc is of CUDA 12.4, but torch was built with 13.0: set CUDA_HOME"),
+        ({"headless": "/usr/local"}, CUDA, "/usr/local has nvcc, but not include/cuda_runtime.h: set CUDA_HOME"),
         ({"cuda": "13.2"}, CUDA, ""),  # minor versions work together
         (
             {"compiler": "g++ (GCC) 16.1.0"},
@@ -55,6 +57,14 @@ def test_this_machine_is_described(monkeypatch: pytest.MonkeyPatch) -> None:
     found = toolchain.find_toolchain.__wrapped__()
     assert found.architectures == "8.0;9.0"
     assert found.compiler == ""
+
+
+def test_a_folder_above_nvcc_is_no_toolkit_without_headers(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.delenv("CPATH", raising=False)
+    monkeypatch.setattr(toolchain.os.path, "exists", lambda path: path == str(tmp_path / "include" / "cuda_runtime.h"))
+    assert toolchain._find_headless(str(tmp_path)) == ""
+    assert toolchain._find_headless("/usr/local") == "/usr/local"
+    assert toolchain._find_headless(None) == ""
 
 
 def test_a_compiler_may_have_arguments(monkeypatch: pytest.MonkeyPatch) -> None:
