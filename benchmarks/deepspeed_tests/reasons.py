@@ -60,7 +60,6 @@ FILES = (
     "runtime/sparse_tensor/test_sparse_grads.py",
     "runtime/utils/test_partition.py",
     "runtime/zero/test_ignore_unused_parameters.py",
-    "runtime/zero/test_nvme_checkpointing.py",
     "runtime/zero/test_unwrap_model.py",
     "runtime/zero/test_zero_allreduce_fetch_params.py",
     "runtime/zero/test_zero_autocast_mixed_dtype.py",

@@ -65,7 +65,9 @@ def initialize(
         engine = build.make_engine(kind, model, given, world, optimizer, model_parameters, lr_scheduler)
         engine.obey(own)
         engine.mpu, engine.client_lr_scheduler = mpu, lr_scheduler
-        engine.training_dataloader = build.make_loader(engine, training_data, collate_fn)
+        # DeepSpeed's pipelines read their data in order.
+        shuffle = not isinstance(model, PipelineModule)
+        engine.training_dataloader = build.make_loader(engine, training_data, collate_fn, shuffle=shuffle)
     return engine, engine.optimizer, engine.training_dataloader, engine.lr_scheduler
 
 

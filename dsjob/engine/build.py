@@ -184,12 +184,14 @@ def make_engine(
         )
 
 
-def make_loader(engine: Engine, data: Any, collate: Callable[[list[Any]], Any] | None) -> Epochs | None:
+def make_loader(
+    engine: Engine, data: Any, collate: Callable[[list[Any]], Any] | None, *, shuffle: bool = True
+) -> Epochs | None:
     """A loader for `data`; None if the program gave none, or this rank reads no data."""
     if data is None or not engine.world.loads:
         # With an mpu, ranks that read no data have returned above. A collective would wait for them.
         return None
-    loader = load_batches(engine, data, collate=collate, pin_memory=False)
+    loader = load_batches(engine, data, shuffle=shuffle, collate=collate, pin_memory=False)
     if engine.world.model.size == 1:
         require_same_length(loader.samples_per_epoch, engine.world, "training_data")
     return loader

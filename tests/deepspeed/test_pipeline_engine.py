@@ -83,6 +83,7 @@ def train_alexnet(world: World) -> list[float]:
     assert engine.count_parameters()[0] == sum(p.numel() for p in AlexNet().parameters())  # on each stage
     given = iter([pair for step in range(3) for pair in make_images(step)])
     losses = [float(engine.train_batch(data_iter=given)) for _ in range(3)]
+    assert torch.equal(next(iter(loader))[0], make_images(0)[0][0])  # in order, as in DeepSpeed
     engine.set_dataloader(loader)
     return [*losses, *(float(engine.train_batch()) for _ in range(4))]
 
