@@ -342,13 +342,14 @@ def refuse_sharded(model: nn.Module) -> None:
 
 
 def _refuse_groups(zero: Zero, world: World) -> None:
-    for key, size in (
-        ("zero_hpz_partition_size", zero.zero_hpz_partition_size),
-        ("mics_shard_size", zero.mics_shard_size),
+    for key, size, off in (
+        ("zero_hpz_partition_size", zero.zero_hpz_partition_size, 1),
+        ("mics_shard_size", zero.mics_shard_size, 0),
     ):
-        if size > 1 and world.model.size > 1:
+        if size > off and world.model.size > 1:
             raise UsageError(
-                f"zero_optimization.{key} is {size}: groups among the data-parallel ranks of an mpu are not supported",
+                f"zero_optimization.{key} is {size}: groups among the data-parallel ranks of a model that ranks divide"
+                " are not supported",
                 hint="omit it to shard over all data-parallel ranks",
             )
         if size > 0 and world.data_size % size:

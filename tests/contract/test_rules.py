@@ -247,10 +247,22 @@ JOBS: list[tuple[str, dict[str, Any], str, dict[str, Any]]] = [
     ),
     ("tensor-parallel-compiled", {**TWO_PARTS, "compile": {"enabled": True}}, "compile.enabled", TWO_PARTS),
     (
-        "tensor-parallel-groups",
+        "mesh-groups",
         {**TWO_PARTS, **zero(3, mics_shard_size=2)},
         "zero_optimization.mics_shard_size",
         {**TWO_PARTS, **zero(3, mics_shard_size=-1)},
+    ),
+    (
+        "mesh-groups",
+        {"pipeline": {"stages": 2}, **zero(3, mics_shard_size=1)},
+        "zero_optimization.mics_shard_size",
+        zero(3, mics_shard_size=1),
+    ),
+    (
+        "mesh-groups",
+        {"context_parallel": {"size": 2}, **zero(3, zero_hpz_partition_size=2)},
+        "zero_optimization.zero_hpz_partition_size",
+        {"context_parallel": {"size": 2}, **zero(3, zero_hpz_partition_size=1)},
     ),
     (
         "tensor-parallel-optimizer",

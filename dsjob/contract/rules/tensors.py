@@ -43,15 +43,21 @@ def _compiled(document: Document) -> Iterator[Finding]:
         yield "compile.enabled", "cannot be combined with tensor_parallel", _OFF
 
 
-@enter("tensor-parallel-groups")
+@enter("mesh-groups")
 def _groups(document: Document) -> Iterator[Finding]:
-    """MiCS and hpZ make groups among all ranks of the job. With tensor parallelism, only some of these hold the same
-    parts of a model."""
-    for key, off in (("mics_shard_size", -1), ("zero_hpz_partition_size", 1)):
+    """MiCS and hpZ make groups among all ranks of the job. Where ranks divide a model or its sequences, only some of
+    them hold the same parts."""
+    sizes = {
+        "pipeline": count_stages(document),
+        "context_parallel": read_context_size(document),
+        "tensor_parallel": read_tensor_size(document),
+    }
+    by = next((key for key, size in sizes.items() if size > 1), None)
+    for key, off in (("mics_shard_size", 0), ("zero_hpz_partition_size", 1)):
         size = read(document, f"zero_optimization.{key}", off)
-        if read_tensor_size(document) > 1 and isinstance(size, int) and size > 1:
+        if by is not None and isinstance(size, int) and size > off:
             place = f"zero_optimization.{key}"
-            yield place, f"{size} cannot be combined with tensor_parallel", "leave it out to shard over all ranks"
+            yield place, f"{size} cannot be combined with {by}", "leave it out to shard over all ranks"
 
 
 @enter("tensor-parallel-optimizer")
