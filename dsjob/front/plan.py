@@ -177,6 +177,10 @@ def _read_layout(spec: JobSpec, world_size: int, offload: Offload | None) -> Lay
         tensor=spec.tensor_parallel.ranks,
         second=zero.zero_hpz_partition_size if zero.stage == 3 and zero.zero_hpz_partition_size > 1 else 0,
     )
+    if layout.offload == "param" and layout.stages > 1:
+        raise UsageError(
+            "parameters cannot be offloaded in a pipeline", hint="dsjob validate --explain pipeline-offload says why"
+        )
     if layout.offload_problem:
         raise UsageError(
             f"{layout.offload_problem}, but the stage is {layout.stage}",

@@ -70,13 +70,18 @@ def sweep(job: Job) -> list[Row]:
     rows = []
     for stage in range(4):
         # With offloaded parameters a device holds only the largest block. A bare parameter count has no blocks.
-        offloads: tuple[Offload, ...] = ("none", "optimizer", *(("param",) if job.activations is not None else ()))
+        offloads: tuple[Offload, ...] = ("none", "optimizer", *(("param",) if _may_offload_parameters(job) else ()))
         for offload in offloads:
             jobs = {batch: job.change(stage=stage, offload=offload, micro_batch=batch) for batch in batches}
             if not jobs[own].layout.offload_problem:
                 peaks = {batch: changed.memory().peak for batch, changed in jobs.items()}
                 rows.append(Row(stage, offload, peaks, jobs[own].memory().host))
     return rows
+
+
+def _may_offload_parameters(job: Job) -> bool:
+    """Whether the device's part is known, and stages of a pipeline do not rule it out."""
+    return job.activations is not None and job.layout.stages == 1
 
 
 def find_remedies(job: Job, limit: int, checkpointed: int | None = None) -> list[str]:
@@ -107,7 +112,7 @@ def _list_remedies(job: Job, checkpointed: int | None, limit: int) -> Iterator[t
         if (
             layout.offload == "none"
             and off.memory().peak <= limit
-            and (offload != "param" or job.activations is not None)
+            and (offload != "param" or _may_offload_parameters(job))
         ):
             at = "" if least == layout.stage else f" at zero_optimization.stage={least}"
             yield f"zero_optimization.offload_{offload}.device=cpu{at}", off

@@ -121,6 +121,12 @@ def test_a_stage_is_built_without_the_others(data: Any) -> None:
     assert 4 * max(sizes) < small["memory"]["host_at_start"] < model["host_at_start"]
 
 
+def test_parameters_of_a_pipeline_cannot_be_offloaded(plan: Any) -> None:
+    code, _, err = plan("+recipe=pipe_gpt", "zero_optimization.stage=3", "--offload", "param")
+    assert code == 2
+    assert "parameters cannot be offloaded in a pipeline" in err
+
+
 def test_a_number_of_parameters_is_shown_once(plan: Any) -> None:
     code, out, _ = plan("--params", "7B")
     assert code == 0

@@ -34,6 +34,18 @@ def test_a_higher_stage_and_more_ranks_are_named_where_they_suffice() -> None:
     assert not any(text.startswith("zero_optimization") for text in find_remedies(job, half))
 
 
+def test_a_pipeline_is_not_told_to_offload_parameters() -> None:
+    """The rule pipeline-offload refuses it."""
+    told = []
+    for stages in (1, 2):
+        layout = Layout(3, 1, micro_batch=1, stages=stages)
+        job = Job(MODEL, layout, JOB.state, activations=MIB)
+        limit = job.change(offload="param").memory().peak
+        told.append("zero_optimization.offload_param.device=cpu" in find_remedies(job, limit))
+        assert any(row.offload == "param" for row in sweep(job)) == (stages == 1)
+    assert told == [True, False]
+
+
 def test_checkpointing_is_named_where_it_suffices() -> None:
     assert "activation_checkpointing.mode=full" in find_remedies(JOB, 400 * MIB, checkpointed=100 * MIB)
     assert find_remedies(JOB, MIB, checkpointed=100 * MIB) == []
