@@ -165,6 +165,7 @@ def test_the_installed_command_shows_the_recipes(installed: Path, tmp_path: Path
     assert document["model"]["_target_"].startswith("dsjob.recipes.")
 
 
+@pytest.mark.full
 def test_the_models_of_the_recipes_can_be_imported_from_elsewhere(installed: Path, tmp_path: Path) -> None:
     probe = "from dsjob.trust.targets import find_target as f; print(f('dsjob.recipes.gpt.build').__code__.co_filename)"
     assert Path(run(installed, tmp_path, "python", "-c", probe).strip()).is_relative_to(installed)
@@ -227,6 +228,7 @@ def test_an_installed_package_ignores_a_clone_in_the_current_folder(installed: P
     run(installed, tmp_path, "dsjob", "show", "+recipe=quickstart")
 
 
+@pytest.mark.full
 def test_an_installed_package_ignores_folders_beside_it(installed: Path, tmp_path: Path) -> None:
     """Other projects have packed theirs, with their project file, into site-packages."""
     lures = [find_site(installed) / path.name for path in make_lures(tmp_path, "other")]

@@ -244,6 +244,7 @@ def overflow(world: World, stage: int, asks: bool) -> dict[str, Any]:
         ),
     ],
 )
+@pytest.mark.full("2-3-False")
 def test_an_overflow_is_told_late_and_changes_nothing(world_size: int, stage: int, asks: bool) -> None:
     expected = run_ranks(overflow, world_size, stage, asks)
     found = run_ranks(overflow, world_size, stage, asks, library=build())

@@ -272,7 +272,7 @@ def load_elsewhere(world: World, folder: str, optimizer: dict[str, Any]) -> dict
 
 @pytest.mark.slow
 @pytest.mark.parametrize(("optimizer", "ranks"), cross([3, 1], ["3", "1"]))
-@pytest.mark.full("OneBitLamb-1", "ZeroOneAdam-var_update_scaler-3")
+@pytest.mark.full("OneBitLamb-1", "ZeroOneAdam-var_update_scaler-3", "OneBitAdam-3")
 def test_on_another_number_of_ranks_the_errors_begin_anew_and_that_is_told(
     tmp_path: Path, optimizer: dict[str, Any], ranks: int
 ) -> None:

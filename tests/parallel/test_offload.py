@@ -131,6 +131,7 @@ def optimize(world: World, whole: bool) -> list[tuple[str, bool]]:
 
 @pytest.mark.slow
 @pytest.mark.parametrize("whole", [False, pytest.param(True, marks=pytest.mark.full)])
+@pytest.mark.full("False")
 def test_every_optimizer_steps_on_the_host_as_on_the_device(whole: bool) -> None:
     for found in run_ranks(optimize, 2, whole):
         for name, same in found:
@@ -164,6 +165,7 @@ def _tokens() -> tuple[torch.Tensor, torch.Tensor]:
 
 @pytest.mark.slow
 @pytest.mark.parametrize("world_size", [1, pytest.param(2, marks=pytest.mark.full)])
+@pytest.mark.full("1")
 def test_a_checkpoint_loads_whether_offloaded_or_not(world_size: int, tmp_path: Path) -> None:
     for found in run_ranks(resume, world_size, str(tmp_path)):
         assert len(found) == 25

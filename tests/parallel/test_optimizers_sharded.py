@@ -53,6 +53,7 @@ def train_stages(world: World, optimizer: dict[str, Any], stages: list[int]) -> 
     "two-Rprop-lr",
     "two-Lion-lr-weight_decay",
 )
+@pytest.mark.full("two-transformers.Adafactor")
 def test_two_ranks_give_at_every_stage_what_one_rank_gives(optimizer: dict[str, Any], stages: list[int]) -> None:
     (alone,) = run_ranks(train_stages, 1, optimizer, [0])
     for found in run_ranks(train_stages, 2, optimizer, stages):
@@ -71,6 +72,7 @@ def train_from(world: World, folder: Path, stage: int, first: int, steps: int) -
     return whole_state(engine)
 
 
+@pytest.mark.full
 def test_the_state_of_adafactor_moves_between_shards_and_one_rank(tmp_path: Path) -> None:
     (expected,) = run_ranks(train_from, 1, tmp_path / "whole", 0, 0, 4)
     run_ranks(train_from, 2, tmp_path / "run", 2, 0, 1)

@@ -152,6 +152,7 @@ def train_on_device(world: World) -> list[Any]:
 
 @pytest.mark.slow
 @pytest.mark.skipif(find_obstacle() is not None, reason=find_obstacle() or "")
+@pytest.mark.full
 def test_on_a_device_they_train_as_on_the_host() -> None:
     for (expected, _), (found, hazards) in zip(
         run_ranks(train_on_device, 2), run_ranks(train_on_device, 2, library=build()), strict=True

@@ -19,7 +19,8 @@ PRELOADED = [
     "torch.utils.serialization.config", "torch.profiler._cupti_monitor",
     "torch.distributed.elastic.rendezvous.c10d_rendezvous_backend", "torch._dynamo", "torch._inductor.compile_fx",
     "torch._dynamo.repro.after_dynamo", "s3fs", "pytest", "rich._emoji_codes", "programs", "transformers.trainer",
-    "transformers.models.t5.modeling_t5", "transformers.models.llama.modeling_llama", "torchmetrics.text",
+    "transformers.models.t5.modeling_t5", "transformers.models.llama.modeling_llama",
+    "transformers.models.gpt2.modeling_gpt2", "transformers.models.bert.modeling_bert", "torchmetrics.text",
 ]  # fmt: skip
 HUGE = 2 << 20  # bytes of a huge page on x86 and on most ARM machines
 COLLAPSE = 25  # MADV_COLLAPSE of Linux 6.1; older kernels refuse it

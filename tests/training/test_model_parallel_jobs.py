@@ -79,12 +79,6 @@ def run_unit(world: World, folder: str, name: str) -> dict[Any, Any]:
 
 def run_all(world: World, folder: str) -> dict[Any, Any]:
     found = {**run_unit(world, folder, "methods"), **run_unit(world, folder, "fields")}
-    document = make_document(f"{folder}/stream", UNITS["fields"])
-    document["data"]["train"] = {"_target_": "tensor_parallel.Stream"}
-    found["stream"] = run(document, world)
-    document = make_document(f"{folder}/ids", {**GIVEN, "mpu": {**UNITS["fields"]["mpu"], "reads": 1}})
-    document["data"]["train"] = {"_target_": "tensor_parallel.Ids"}
-    found["ids"] = run(document, world)
     for part in ("train", "eval"):
         document = make_document(f"{folder}/uneven-{part}", METHODS)
         document["data"][part] = {"_target_": "tensor_parallel.Uneven", "length": 8}
@@ -118,6 +112,25 @@ def run_all(world: World, folder: str) -> dict[Any, Any]:
     groups: list[Any] = [divided.data_group, divided.model.group]
     found["timeouts"] = [group._get_backend(world.device).options._timeout.total_seconds() for group in groups]
     return found
+
+
+def run_other_data(world: World, folder: str) -> dict[Any, Any]:
+    """The records of a job that reads a stream, and of one that reads ids of tokens."""
+    document = make_document(f"{folder}/stream", UNITS["fields"])
+    document["data"]["train"] = {"_target_": "tensor_parallel.Stream"}
+    found = {"stream": run(document, world)}
+    document = make_document(f"{folder}/ids", {**GIVEN, "mpu": {**UNITS["fields"]["mpu"], "reads": 1}})
+    document["data"]["train"] = {"_target_": "tensor_parallel.Ids"}
+    found["ids"] = run(document, world)
+    return found
+
+
+@cache
+def results_of_other_data() -> dict[Any, Any]:
+    """Of rank 0."""
+    with tempfile.TemporaryDirectory() as folder:
+        found: dict[Any, Any] = run_ranks(run_other_data, 4, folder)[0]
+        return found
 
 
 @cache
@@ -169,15 +182,20 @@ def test_data_is_built_on_the_ranks_that_read_it(name: str) -> None:
 
 
 @pytest.mark.slow
-def test_streams_and_resumed_jobs_go_on_alike() -> None:
-    first = results()[0]
-    assert len(pick(first["stream"], "loss", 4)) == 4
-    assert pick(first["resumed"], "loss", 6) == pytest.approx(pick(alone(), "loss", 6), rel=1e-5)
+def test_a_resumed_job_goes_on_alike() -> None:
+    assert pick(results()[0]["resumed"], "loss", 6) == pytest.approx(pick(alone(), "loss", 6), rel=1e-5)
 
 
 @pytest.mark.slow
+@pytest.mark.full
+def test_a_job_may_read_a_stream() -> None:
+    assert len(pick(results_of_other_data()["stream"], "loss", 4)) == 4
+
+
+@pytest.mark.slow
+@pytest.mark.full
 def test_tokens_are_counted_by_the_ranks_that_read_them() -> None:
-    found = results()[0]["ids"]
+    found = results_of_other_data()["ids"]
     assert pick(found, "tokens_per_second", 4) == pytest.approx([4 * n for n in pick(found, "samples_per_second", 4)])
 
 
