@@ -131,7 +131,7 @@ COVERED = [
 
 
 def thin(cells: list[Cell]) -> list[Cell]:
-    """Of plain cells in fp32, all stages. Of other plain cells and other cells in fp32, stage 0 and one more in turn."""
+    """Of plain cells in fp32, all stages. Of other plain cells and of fp32, stage 0 and one more stage in turn."""
     cells = [cell for cell in cells if cell.kind == "plain" or cell.precision == "fp32"]
     points = list(dict.fromkeys((cell.precision, cell.accumulation, cell.kind) for cell in cells))
     turn = {point: 1 + number % 3 for number, point in enumerate(points)}
