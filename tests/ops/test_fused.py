@@ -12,6 +12,7 @@ from typing import Any
 import pytest
 import torch
 from host_kernels import SOURCES, build_on_host
+from kernels_in_torch import IN_TORCH
 from machine import lacks_commands
 from torch import Tensor
 from torch.nn import functional as F
@@ -20,66 +21,6 @@ from dsjob.deepspeed import DeepSpeedTransformerConfig, DeepSpeedTransformerLaye
 from dsjob.ops import fused, transformer
 
 ROWS, WIDTH, EPS, RATIO = 6, 8, 1e-5, 0.25
-
-
-def gelu_backward(gradient: Tensor, x: Tensor, bias: Tensor) -> tuple[Tensor, Tensor]:
-    found = torch.ops.aten.gelu_backward(gradient, x + bias, approximate="tanh")
-    return found, found.sum(0)
-
-
-def norm(
-    x: Tensor, bias: Tensor, residual: Tensor, weight: Tensor, norm_bias: Tensor, ratio: float, eps: float,
-    invertible: bool, with_sum: bool,
-) -> tuple[Tensor, ...]:  # fmt: skip
-    kept = torch.rand(x.shape) >= ratio if ratio else torch.empty(0)
-    z = residual + (x + bias) * (kept / (1 - ratio) if ratio else 1)
-    mean, slope = z.mean(1), (z.var(1, correction=0) + eps).rsqrt()
-    y = F.layer_norm(z, z.shape[1:], weight, norm_bias, eps)
-    nothing = x.new_empty(0)
-    return (
-        y,
-        z if with_sum or not invertible else nothing,
-        kept.byte(),
-        (nothing if invertible else mean).float(),
-        slope.float(),
-    )
-
-
-def norm_backward(
-    gradient: Tensor, added: Tensor | None, z_or_y: Tensor, weight: Tensor, norm_bias: Tensor, mean: Tensor,
-    slope: Tensor, kept: Tensor, ratio: float,
-) -> tuple[Tensor, ...]:  # fmt: skip
-    normal = (z_or_y - mean[:, None]) * slope[:, None] if mean.numel() else (z_or_y - norm_bias) / weight
-    inner = gradient * weight
-    found = slope[:, None] * (inner - inner.mean(1, True) - normal * (inner * normal).mean(1, True))
-    found = found if added is None else found + added
-    to_x = found * kept / (1 - ratio) if ratio else found.new_empty(0)
-    summed = to_x if ratio else found
-    return found, to_x, (gradient * normal).sum(0), gradient.sum(0), summed.sum(0)
-
-
-def softmax(scores: Tensor, mask: Tensor | None, scale: float, ratio: float) -> tuple[Tensor, ...]:
-    probabilities = (scores * scale + (0 if mask is None else mask)).softmax(-1)
-    kept = torch.rand(scores.shape) >= ratio
-    return probabilities * kept / (1 - ratio), probabilities, kept.byte()
-
-
-def softmax_backward(
-    gradient: Tensor, probabilities: Tensor, kept: Tensor, scale: float, ratio: float, with_dropped: bool
-) -> tuple[Tensor, ...]:
-    slope = gradient * kept / (1 - ratio)
-    found = scale * probabilities * (slope - (slope * probabilities).sum(-1, True))
-    return found, probabilities * kept / (1 - ratio) if with_dropped else found.new_empty(0)
-
-
-IN_TORCH = {
-    "bias_gelu": lambda x, bias: F.gelu(x + bias, approximate="tanh"),
-    "bias_gelu_backward": gelu_backward,
-    "drop_add_norm": norm,
-    "drop_add_norm_backward": norm_backward,
-    "softmax_drop": softmax,
-    "softmax_drop_backward": softmax_backward,
-}
 
 
 def is_registered() -> bool:
@@ -233,10 +174,10 @@ def make_layer(**options: Any) -> DeepSpeedTransformerLayer:
     return layer
 
 
-def train(layer: DeepSpeedTransformerLayer) -> list[Tensor]:
+def train(layer: DeepSpeedTransformerLayer, compiled: Any = None) -> list[Tensor]:
     torch.manual_seed(1)
     x = draw(2, 5, 8)
-    out = layer(x)
+    out = (layer if compiled is None else compiled)(x)
     assert isinstance(out, Tensor)
     return [out, *torch.autograd.grad(out, [x, *layer.parameters()], torch.linspace(-1, 2, out.numel()).view_as(out))]
 
@@ -288,6 +229,20 @@ def test_the_layers_attention_drops_with_a_kernel(recomputed: bool, monkeypatch:
     layer.config.attn_dropout_checkpoint = False
     leaves = [x, *layer.parameters()]
     compare_gradients(found, layer(x, mask), leaves)
+
+
+@pytest.mark.usefixtures("registered")
+@pytest.mark.parametrize("pre", [False, True], ids=["post-LN", "pre-LN"])
+@pytest.mark.parametrize("thrifty", [False, True])
+@pytest.mark.full("torch-False-pre-LN", "torch-True-post-LN", "torch-False-post-LN")
+def test_the_compiler_traces_the_kernels(pre: bool, thrifty: bool, monkeypatch: pytest.MonkeyPatch) -> None:
+    savings = ("normalize_invertible", "gelu_checkpoint", "attn_dropout_checkpoint")
+    options = {"attn_dropout_ratio": 0.3, "hidden_dropout_ratio": 0.2, **dict.fromkeys(savings, thrifty)}
+    layer = make_layer(pre_layer_norm=pre, **options)
+    monkeypatch.setattr(DeepSpeedTransformerLayer, "_can_fuse", lambda self, x: True)
+    compiled: Any = torch.compile(layer, backend="aot_eager", fullgraph=True)
+    for one, other in zip(train(layer, compiled), train(layer), strict=True):
+        torch.testing.assert_close(one, other)
 
 
 def test_sdpa_computes_attention_with_dropout_where_it_has_a_kernel() -> None:
