@@ -76,6 +76,8 @@ def _generate(
     source: str, overrides: list[str], settings: dict[str, Any], args: argparse.Namespace, debug: bool
 ) -> str:
     """The file that was written."""
+    if args.out:
+        storage.make_parent(args.out)  # before anything costs time
     chosen = choose_checkpoint(source, args.tag, best=args.best)
     section = choose_settings(chosen, args.tokenizer, settings, overrides)
     with ExitStack() as stack:

@@ -52,6 +52,7 @@ def write_report(runs: Sequence[str], output: str = "report.html") -> None:
     except ImportError:
         raise DsjobError("dsjob report needs plotly", hint=how_to_install("plotly")) from None
     found = gather(runs)
+    storage.make_parent(output)
     storage.write_bytes(output, make_page(found, get_plotlyjs()).encode(errors="replace"))
 
 

@@ -42,7 +42,7 @@ def test_prompts_are_continued_alike_on_every_number_of_ranks(run: Path, tmp_pat
     (tmp_path / "prompts.jsonl").write_text("".join(f"{json.dumps({'prompt': each})}\n" for each in PROMPTS))
     found = []
     for ranks in (1, 2):
-        out = tmp_path / f"out-{ranks}.jsonl"
+        out = tmp_path / "new" / f"out-{ranks}.jsonl"
         options = ("--prompts", str(tmp_path / "prompts.jsonl"), "--max-new-tokens", "4", "--out", str(out))
         done = dsjob("generate", str(run), *options, f"launch.nproc={ranks}", cwd=run.parent)
         assert done.returncode == 0, done.stderr

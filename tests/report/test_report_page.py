@@ -152,8 +152,8 @@ def test_a_run_without_metrics_has_a_page(tmp_path: Path) -> None:
     pytest.importorskip("plotly")
     (tmp_path / "run").mkdir()
     (tmp_path / "run/resolved.json").write_text('{"name": "a"}')
-    assert main(["report", str(tmp_path / "run"), "-o", str(tmp_path / "page.html")]) == 0
-    text = (tmp_path / "page.html").read_text()
+    assert main(["report", str(tmp_path / "run"), "-o", str(tmp_path / "new" / "page.html")]) == 0
+    text = (tmp_path / "new" / "page.html").read_text()
     assert "No metrics were logged" in text
     assert "Not recorded." in text
 
