@@ -196,13 +196,6 @@ def make_folder(url: str) -> None:
         os.makedirs(missing[0] if missing else path, exist_ok=True)  # raises if a file has this name
 
 
-def make_parent(url: str) -> None:
-    """Creates the folder of a file, as `make_folder` does."""
-    parent = url.rpartition("/")[0]
-    if parent and not parent.endswith(":/"):  # memory://file
-        make_folder(parent)
-
-
 def read_bytes(url: str, start: int | None = None, end: int | None = None) -> bytes:
     """A file's bytes, or those from `start` to `end`. Raises StorageError for pipes and devices: they may never end."""
     with _renamed("read", url):

@@ -78,15 +78,6 @@ def test_make_folder_makes_parents_and_may_be_repeated(root: str) -> None:
     assert storage.list_names(storage.join(root, "a")) == ["b"]
 
 
-def test_make_parent_makes_the_folder_of_a_file(root: str) -> None:
-    url = storage.join(root, "a", "b", "file")
-    storage.make_parent(url)
-    storage.write_bytes(url, b"text")
-    assert storage.read_bytes(url) == b"text"
-    for without_folder in ("file", "memory://file"):
-        storage.make_parent(without_folder)
-
-
 def test_create_makes_a_file_once(root: str) -> None:
     url = storage.join(root, "x")
     storage.create_bytes(url, b"first")

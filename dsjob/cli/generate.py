@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import argparse
 import json
+import os
 import sys
 from contextlib import ExitStack
 from typing import Any
@@ -77,7 +78,7 @@ def _generate(
 ) -> str:
     """The file that was written."""
     if args.out:
-        storage.make_parent(args.out)  # before anything costs time
+        storage.make_folder(os.path.dirname(args.out) or ".")  # before anything costs time
     chosen = choose_checkpoint(source, args.tag, best=args.best)
     section = choose_settings(chosen, args.tokenizer, settings, overrides)
     with ExitStack() as stack:

@@ -9,6 +9,7 @@ from __future__ import annotations
 import base64
 import hashlib
 import json
+import os
 import re
 import sys
 import time
@@ -52,7 +53,7 @@ def write_report(runs: Sequence[str], output: str = "report.html") -> None:
     except ImportError:
         raise DsjobError("dsjob report needs plotly", hint=how_to_install("plotly")) from None
     found = gather(runs)
-    storage.make_parent(output)
+    storage.make_folder(os.path.dirname(output) or ".")
     storage.write_bytes(output, make_page(found, get_plotlyjs()).encode(errors="replace"))
 
 
