@@ -413,7 +413,7 @@ def test_thousands_of_spoilt_checkpoints(checkpoint: tuple[dict[str, Any], dict[
 
 @pytest.mark.parametrize("readers", [READERS[::5], pytest.param(READERS, marks=pytest.mark.full)], ids=["some", "all"])
 @pytest.mark.parametrize("case", [*MANIFESTS, *STATES])
-@pytest.mark.full("columns-some")
+@pytest.mark.full("columns-some", "cuts-some")
 def test_a_hostile_checkpoint_ends_soon_and_in_words(case: str, readers: list[list[str]], tmp_path: Path) -> None:
     manifest, state = (json.dumps(value) for value in make_checkpoint(tmp_path))
     if case in MANIFESTS:

@@ -221,6 +221,7 @@ def make_lures(folder: Path, project: str) -> list[Path]:
     return list(folder.iterdir())
 
 
+@pytest.mark.full
 def test_an_installed_package_ignores_a_clone_in_the_current_folder(installed: Path, tmp_path: Path) -> None:
     make_lures(tmp_path, "dsjob")
     _, *files = run(installed, tmp_path, "python", "-c", FILES).split()

@@ -205,6 +205,7 @@ def test_any_range_of_a_tensor_is_a_few_boxes(shape: tuple[int, ...]) -> None:
 
 
 @pytest.mark.slow
+@pytest.mark.full
 def test_converting_takes_64_mib_above_the_imports(tmp_path: Path) -> None:
     """Three tensors of 100 MB in one flat group of two ranks; measured in a child."""
     size, shapes = 3 * 25_000_000, {f"layers.{i}.weight": torch.Size((5000, 5000)) for i in range(3)}

@@ -80,7 +80,7 @@ READERS: dict[str, Callable[[str, Engine, Path], Any]] = {
         ),
     ],
 )
-@pytest.mark.full("/commits/step--flip")
+@pytest.mark.full("/commits/step--flip", "/r00000-of--short")
 def test_what_arrives_short_or_changed_is_never_taken_for_what_was_saved(
     s3: str, faulty: FaultyStore, engine: Engine, tmp_path: Path, part: str, kind: str
 ) -> None:

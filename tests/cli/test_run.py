@@ -471,6 +471,7 @@ def test_changed_hyperparameters_take_effect_and_are_told(job: Path) -> None:
 
 
 @pytest.mark.parametrize("change", ["model._target_=my_model.NoLoss", "model._target_=my_model.nope"])
+@pytest.mark.full("model._target_=my_model.NoLoss")
 def test_a_run_that_fails_at_once_spoils_nothing(job: Path, change: str) -> None:
     assert dsjob("cfg.json", cwd=job).returncode == 0
     kept = {name: (job / "run" / name).read_bytes() for name in ("resolved.json", "result.json", "metrics.jsonl")}
@@ -569,6 +570,7 @@ def step(engines, batch):
 
 
 @pytest.mark.parametrize("models", [False, True])
+@pytest.mark.full("True")
 def test_another_type_of_optimizer_drops_the_old_ones_arguments_and_says_so(tmp_path: Path, models: bool) -> None:
     optimizer = {"type": "AdamW", "params": {"lr": 0.01, "betas": [0.8, 0.9]}}
     model, step = {"_target_": "my_model.build"}, {"_target_": "two.step"}

@@ -65,7 +65,7 @@ KINDS: dict[str, Callable[[], Any]] = {
 
 @pytest.mark.parametrize("workers", [0, 2])
 @pytest.mark.parametrize("kind", KINDS)
-@pytest.mark.full("plain-2", "stateful-2")
+@pytest.mark.full("plain-2", "stateful-2", "sharded-2")
 def test_a_resume_at_any_batch_continues_the_same_order(kind: str, workers: int) -> None:
     """Also across the end of the pass, where the last window is shorter."""
     whole = take(make(KINDS[kind](), workers=workers), 40)

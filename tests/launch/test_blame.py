@@ -246,7 +246,7 @@ def deaf(
 
 
 @pytest.mark.parametrize(("saves", "ranks"), DEAF)
-@pytest.mark.full("False-ranks0", "True-ranks3", "True-ranks5")
+@pytest.mark.full("False-ranks0", "True-ranks3", "True-ranks5", "False-ranks1")
 def test_a_rank_that_does_not_answer_sigterm_is_ended_and_named(
     deaf: dict[Any, tuple[Killable, Path]], saves: bool, ranks: tuple[int, int]
 ) -> None:

@@ -69,6 +69,7 @@ def host(tmp_path_factory: pytest.TempPathFactory) -> ctypes.CDLL:
 
 
 @pytest.mark.parametrize("inside", [True, False])
+@pytest.mark.full
 def test_the_kernels_compute_lamb_on_a_cpu(inside: bool, host: ctypes.CDLL) -> None:
     weights, averages, squares = draw(0), [torch.zeros(s) for s in SIZES], [torch.zeros(s) for s in SIZES]
     w, m, v = ([tensor.double() for tensor in tensors] for tensors in (weights, averages, squares))

@@ -171,6 +171,7 @@ int run_expand(uint8_t* packed, long stride, float* scales, int64_t* ends, int s
 
 
 @needs_compiler
+@pytest.mark.full
 def test_the_kernels_for_gpus_give_the_same_bits_on_a_cpu(tmp_path: Path) -> None:
     host = load_launches("onebit_cuda", tmp_path, WRAPPERS)
     for widths in ([8], [0, 40, 0, 64, 0], [32, 72, 200]):

@@ -129,8 +129,8 @@ def test_bias_and_gelu(host: ctypes.CDLL, kind: torch.dtype, rows: int, width: i
     ("kind", "rows", "width", "ratio", "invertible"),
     shorten(
         ((kind, *size, *more) for kind, size, *more in itertools.product(KINDS, SIZES, [0.0, RATIO], [False, True])),
-        [(torch.float32, 5, 72, 0.0, False), (torch.float16, 5, 72, RATIO, True), (torch.bfloat16, 5, 72, RATIO, False),
-         (torch.float32, 70, 264, RATIO, False)],
+        [(torch.float32, 5, 72, 0.0, False), (torch.float16, 5, 72, RATIO, True),
+         (torch.bfloat16, 5, 72, RATIO, False)],
     ),
 )  # fmt: skip
 def test_bias_dropout_residual_and_norm(
@@ -211,6 +211,7 @@ def test_softmax_of_what_is_not_finite_is_torchs(host: ctypes.CDLL, keys: int) -
     torch.testing.assert_close(probabilities, scores[0, 0].softmax(-1), equal_nan=True)
 
 
+@pytest.mark.full
 def test_attention_keeps_the_share_it_should(host: ctypes.CDLL) -> None:
     for keys in (256, 1032, 257):
         shape = (1, 1, 2000 // keys + 9, keys)

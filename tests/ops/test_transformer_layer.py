@@ -390,6 +390,7 @@ def train_stack(world: World) -> dict[Any, list[float]]:
     return found
 
 
+@pytest.mark.full
 def test_every_stage_trains_it_alike() -> None:
     for found in run_ranks(train_stack, 2):
         first, *others = found.values()

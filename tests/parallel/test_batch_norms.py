@@ -75,6 +75,7 @@ def train_all(world: World, folder: str) -> list[dict[str, Any]]:
     return [train(world, stage, precision, f"{folder}/{n}") for n, (stage, precision) in enumerate(cells)]
 
 
+@pytest.mark.full
 def test_half_precision_follows_fp32_with_statistics_in_fp32(tmp_path: Any) -> None:
     for plain, *others in run_ranks(train_all, 2, str(tmp_path)):
         for found in others:

@@ -236,6 +236,7 @@ def resume(world: World, folder: str) -> list[bool]:
 
 @pytest.mark.slow
 @pytest.mark.parametrize("world_size", [1, 2])
+@pytest.mark.full("2")
 def test_a_resumed_run_goes_on_bit_for_bit(world_size: int, tmp_path: Path) -> None:
     for same in run_ranks(resume, world_size, str(tmp_path)):
         assert same == [True] * 4

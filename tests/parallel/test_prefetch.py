@@ -47,6 +47,7 @@ def compare(world: World) -> list[tuple[list[float], int, int]]:
 
 
 @pytest.mark.slow
+@pytest.mark.full
 def test_blocks_are_gathered_as_far_ahead_as_the_document_says() -> None:
     for found in run_ranks(compare, 2):
         losses = found[0][0]

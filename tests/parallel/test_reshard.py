@@ -182,6 +182,7 @@ def save_what_changes(world: World, folder: str) -> tuple[int, list[bool]]:
 
 
 @pytest.mark.slow
+@pytest.mark.full
 def test_a_save_is_planned_anew_where_tensors_have_changed(tmp_path: Path) -> None:
     for planned, same in run_ranks(save_what_changes, 2, str(tmp_path)):
         assert same == [True] * 6

@@ -293,6 +293,7 @@ def test_a_killed_rank_is_named(folder: Path) -> None:
     assert "rank 1 was killed by SIGKILL" in done.stderr
 
 
+@pytest.mark.full
 def test_a_rank_that_hangs_is_named_with_its_place(folder: Path) -> None:
     done = execute(folder, "--num_gpus", "2", "train.py", "--at", "0", "--do", "hang", DEEPSPEED_TIMEOUT="0.05")
     assert done.returncode == 1

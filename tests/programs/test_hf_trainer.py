@@ -26,7 +26,6 @@ NORMAL = [  # one of each program, stage, precision and kind of config; the othe
     "causal_lm, stage 2, bf16",
     "causal_lm, stage 1, fp32, DeepSpeed's optimizer and schedule",
     SAVED,
-    "classification, stage 2, fp32, best model",
     "seq2seq, stage 3, fp32",
 ]
 RESUMED = [name for name in CASES if name.endswith("saving")]

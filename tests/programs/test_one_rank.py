@@ -62,6 +62,7 @@ def call_alone(folder: Path, stage: str, then: str, call: str) -> str:
 
 
 @pytest.mark.parametrize(("stage", "then"), [("3", "train"), ("3", "end")])
+@pytest.mark.full("3-end")
 def test_the_rank_that_calls_alone_gets_an_error_that_names_the_other_ways(
     tmp_path: Path, stage: str, then: str
 ) -> None:

@@ -138,6 +138,7 @@ work.get_future().then(lambda _: time.sleep(1))  # in gloo's thread
 """
 
 
+@pytest.mark.full
 def test_a_program_that_does_not_leave_its_group_ends_without_an_abort(tmp_path: Path) -> None:
     command, environment = [sys.executable, "-c", LATE], {**clean_env(), **find_again()}
     done = subprocess.run(command, cwd=tmp_path, env=environment, capture_output=True, text=True, check=False)

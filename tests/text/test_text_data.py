@@ -278,6 +278,7 @@ print(len(Text(sys.argv[1])))
 """
 
 
+@pytest.mark.full
 def test_a_process_says_for_whom_it_waits_and_does_not_wait_for_a_silent_one(tmp_path: Path) -> None:
     """A stopped process stands for one on a machine that is gone: its lock is held, but it gives no signs of life."""
     path = write_texts(tmp_path, "jsonl")

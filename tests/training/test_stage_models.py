@@ -7,6 +7,7 @@ from pathlib import Path
 from typing import Any
 
 import pipelined_models
+import pytest
 import torch
 from job_documents import resolve
 from pipelined_models import Rows
@@ -115,6 +116,7 @@ def build_pretrained(world: World, document: dict[str, Any], folder: str) -> lis
     return build_both(world, [document], {"input_ids": torch.ones(2, 8, dtype=torch.int64)})
 
 
+@pytest.mark.full
 def test_a_stage_of_a_pretrained_model_has_its_values(tmp_path: Path) -> None:
     model = {"_target_": "transformers.AutoModelForCausalLM.from_pretrained", "_args_": [str(tmp_path)]}
     document = make_document("llama", "out", model=model, pipeline={"stages": 2})

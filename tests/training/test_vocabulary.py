@@ -73,6 +73,7 @@ def test_a_job_is_the_same_without_logits(tmp_path: Path, whole: bool, ranks: in
         require_same(name, pair, mode)
 
 
+@pytest.mark.full
 def test_the_unit_of_the_head_gathers_its_weight(tmp_path: Path) -> None:
     """With autocast at stage 3, FSDP2 gathers the head by itself. Llama in peft's model is not the root either."""
     for name, pair in run_ranks(run_stages, 2, str(tmp_path), ["Lora"], "autocast", [3])[0]:
