@@ -103,8 +103,6 @@ def _generate(
 
 def _show(file: str, args: argparse.Namespace) -> None:
     rows = read_rows(file)
-    if args.out:
-        storage.write_bytes(args.out, "".join(f"{json.dumps(row)}\n" for row in rows).encode())
     for row in rows:
         if args.json:
             print(json.dumps(row))  # noqa: T201
@@ -112,6 +110,8 @@ def _show(file: str, args: argparse.Namespace) -> None:
             print(_clean(row["text"]))  # noqa: T201
         else:
             print(f"> {row['prompt']}\n{_clean(row['text'])}\n")  # noqa: T201
+    if args.out:  # at last: where it cannot be written, the texts are on the screen
+        storage.write_bytes(args.out, "".join(f"{json.dumps(row)}\n" for row in rows).encode())
 
 
 def _clean(text: str) -> str:

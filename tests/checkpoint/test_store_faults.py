@@ -304,7 +304,7 @@ def test_a_save_that_is_killed_at_any_request_is_there_or_not(
     [("stop", [7]), *(pytest.param(kind, EVERY, marks=pytest.mark.full) for kind in ("stop", "stopped"))],
     ids=["stop at one", "stop at every", "stopped at every"],
 )
-@pytest.mark.full("stop at one")
+@pytest.mark.full
 def test_a_save_that_is_stopped_at_any_request_loses_to_the_newer_run(
     s3: str, faulty: FaultyStore, engine: Engine, kind: str, skips: Sequence[int]
 ) -> None:

@@ -190,8 +190,8 @@ def resume(world: World, folder: str, ways: int) -> list[tuple[list[float], list
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("ways", [1, pytest.param(2, marks=pytest.mark.full)])
-@pytest.mark.full("1")
+@pytest.mark.parametrize("ways", [1, 2])
+@pytest.mark.full
 def test_a_run_goes_on_with_it_switched_over_and_names_are_the_models_own(ways: int, tmp_path: Path) -> None:
     for found in run_ranks(resume, 2, str(tmp_path), ways):
         assert len(found) == 4 * ways

@@ -2,15 +2,18 @@
 
 from __future__ import annotations
 
+import sys
 from pathlib import Path
 from types import SimpleNamespace
 
 import pytest
 import torch
 from engines import make_deepspeed_engine
+from programs import run_program
 from ranks import run_ranks
 from torch import nn
 
+from dsjob.checkpoint.offline.transfer import copy
 from dsjob.deepspeed.checkpoint.ds_to_universal import main
 from dsjob.errors import UsageError
 from dsjob.ranks.mesh import World
@@ -45,3 +48,18 @@ def test_a_copy_needs_another_name(tmp_path: Path) -> None:
         main(SimpleNamespace(input_folder=f"{tmp_path}/a", output_folder=f"{tmp_path}/a/"))
     with pytest.raises(UsageError, match="invalid tag 'b c'"):
         main(SimpleNamespace(input_folder=f"{tmp_path}/a", output_folder=f"{tmp_path}/b c"))
+
+
+def test_the_script_tells_of_a_missing_folder_without_a_traceback(tmp_path: Path) -> None:
+    script = [sys.executable, "-m", "dsjob.deepspeed.checkpoint.ds_to_universal"]
+    done = run_program([*script, "--input_folder", "nothing/a", "--output_folder", "there/b"], cwd=tmp_path)
+    assert done.returncode == 1
+    assert done.stderr.startswith("dsjob: error: ")
+    assert "Traceback" not in done.stderr
+    assert not list(tmp_path.iterdir())
+
+
+def test_one_of_several_checkpoints_has_to_be_named(tmp_path: Path) -> None:
+    run_ranks(_train, 1, str(tmp_path))
+    with pytest.raises(UsageError, match="only one can be b"):
+        copy(str(tmp_path), str(tmp_path), new_tag="b")

@@ -14,6 +14,7 @@ from dsjob.deepspeed.elasticity import (
     ElasticityIncompatibleWorldSize,
     compute_elastic_config,
 )
+from dsjob.deepspeed.elasticity.elasticity import apply_elasticity
 
 
 def _config(**section: Any) -> dict[str, Any]:
@@ -65,3 +66,11 @@ def test_an_engine_trains_with_the_batch_of_the_section(monkeypatch: pytest.Monk
     monkeypatch.setenv("DEEPSPEED_ELASTICITY_CONFIG", planned)
     with pytest.raises(ElasticityConfigError, match="max_acceptable_batch_size is 10"):
         deepspeed.initialize(model=nn.Linear(2, 1), config=config)
+
+
+@pytest.mark.parametrize("planned", ["{", "[]"])
+def test_a_plan_of_the_scheduler_that_cannot_be_read_is_an_error(planned: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("DEEPSPEED_ELASTICITY_CONFIG", planned)
+    config = _config(max_train_batch_size=100, micro_batch_sizes=[2, 3])
+    with pytest.raises(ElasticityConfigError, match="DEEPSPEED_ELASTICITY_CONFIG"):
+        apply_elasticity(config, 2)

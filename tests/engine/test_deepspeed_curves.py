@@ -36,9 +36,9 @@ def follow(world: World, dtype: str, every: int) -> list[tuple[str, float, float
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("every", [2, pytest.param(1, marks=pytest.mark.full)])
+@pytest.mark.parametrize("every", [2, 1])
 @pytest.mark.parametrize("dtype", ["fp32", "bf16"])
-@pytest.mark.full("bf16-2", "fp32-2")
+@pytest.mark.full
 def test_losses_follow_deepspeed_at_every_stage(dtype: str, every: int) -> None:
     found = run_ranks(follow, 2, dtype, every)[0]
     assert len(found) == (6 if dtype == "fp32" else 4) * 4 // every

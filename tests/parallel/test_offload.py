@@ -130,8 +130,8 @@ def optimize(world: World, whole: bool) -> list[tuple[str, bool]]:
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("whole", [False, pytest.param(True, marks=pytest.mark.full)])
-@pytest.mark.full("False")
+@pytest.mark.parametrize("whole", [False, True])
+@pytest.mark.full
 def test_every_optimizer_steps_on_the_host_as_on_the_device(whole: bool) -> None:
     for found in run_ranks(optimize, 2, whole):
         for name, same in found:
@@ -164,8 +164,8 @@ def _tokens() -> tuple[torch.Tensor, torch.Tensor]:
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("world_size", [1, pytest.param(2, marks=pytest.mark.full)])
-@pytest.mark.full("1")
+@pytest.mark.parametrize("world_size", [1, 2])
+@pytest.mark.full
 def test_a_checkpoint_loads_whether_offloaded_or_not(world_size: int, tmp_path: Path) -> None:
     for found in run_ranks(resume, world_size, str(tmp_path)):
         assert len(found) == 25

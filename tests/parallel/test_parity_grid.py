@@ -131,7 +131,8 @@ COVERED = [
 
 
 def thin(cells: list[Cell]) -> list[Cell]:
-    """Of plain cells in fp32, all stages. Of other plain cells and of fp32, stage 0 and one more stage in turn."""
+    """The plain cells, and the others in fp32. Of those that are plain and in fp32, all stages; of the others, stage 0
+    and one more stage in turn."""
     cells = [cell for cell in cells if cell.kind == "plain" or cell.precision == "fp32"]
     points = list(dict.fromkeys((cell.precision, cell.accumulation, cell.kind) for cell in cells))
     turn = {point: 1 + number % 3 for number, point in enumerate(points)}

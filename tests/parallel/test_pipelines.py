@@ -106,7 +106,7 @@ FOUR_MORE: list[Case] = [
 
 
 @each_length
-@pytest.mark.full("6")
+@pytest.mark.full
 def test_pipelines_of_several_data_parallel_ranks(steps: int) -> None:
     compare(FOUR, 4, steps=steps)
 

@@ -115,8 +115,8 @@ def resume(world: World, folder: str, loads: int) -> list[bool]:
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("loads", [1, pytest.param(5, marks=pytest.mark.full)])
-@pytest.mark.full("1")
+@pytest.mark.parametrize("loads", [1, 5])
+@pytest.mark.full
 def test_a_checkpoint_loads_into_any_grouping(tmp_path: Path, loads: int) -> None:
     for same in run_ranks(resume, 4, str(tmp_path), loads):
         assert same == [True] * (5 * loads if loads > 1 else 1)

@@ -184,7 +184,7 @@ def run_variants(world: World, names: list[str]) -> dict[str, tuple[list[float],
 
 
 @pytest.mark.parametrize("names", [["recomputed", "Lamb"], list(VARIANTS)], ids=["some", "all"])
-@pytest.mark.full("all", "some")
+@pytest.mark.full
 def test_variants_equal_data_parallel_training(names: list[str]) -> None:
     found = run_ranks(run_variants, 2 if names != list(VARIANTS) else 4, names)[0]
     for name, (divided, whole) in found.items():

@@ -136,8 +136,8 @@ def test_state_on_a_disk_is_planned_there_and_not_on_the_host(stage: int, param:
     assert in_memory.host - memory.host == memory.disk - planned["disk buffers"]
 
 
-@pytest.mark.parametrize("state", [pytest.param(False, marks=pytest.mark.full), True])
-@pytest.mark.full("True")
+@pytest.mark.parametrize("state", [False, True])
+@pytest.mark.full
 def test_parameters_on_a_disk_are_planned_there_with_their_buffers(state: bool, tmp_path: Path) -> None:
     model = Model(tuple(Weight((1024, 1024), unit=number) for number in range(1, 25)))
     kept = 5 << 20  # elements: five blocks

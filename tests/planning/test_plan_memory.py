@@ -175,7 +175,7 @@ def compare_offloaded(
         *(pytest.param(world_size, "plain", None, True, marks=pytest.mark.full) for world_size in (1, 2, 3)),
     ],
 )
-@pytest.mark.full("2-plain-fp32-False", "1-tied and frozen-None-False")
+@pytest.mark.full
 def test_offloaded_states_are_within_5_percent_on_both_sides(
     world_size: int, kind: str, reduce: str | None, whole: bool
 ) -> None:

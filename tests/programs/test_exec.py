@@ -205,7 +205,7 @@ print("goes on")
 
 @pytest.mark.parametrize("launched", [False, True])
 @pytest.mark.parametrize(("do", "code"), [("sys.exit(3)", 3), ("raise ValueError('boom')", 1)], ids=["exit", "raise"])
-@pytest.mark.full("exit-False", "raise-False", "exit-True", "raise-True")
+@pytest.mark.full
 def test_a_fork_that_comes_to_its_end_is_not_the_end_of_the_rank(
     tmp_path: Path, do: str, code: int, launched: bool
 ) -> None:

@@ -65,7 +65,7 @@ def load(world: World, folder: str, fails: bool) -> Any:
 
 
 @pytest.mark.parametrize("fails", [False, True])
-@pytest.mark.full("False", "True")
+@pytest.mark.full
 def test_a_machine_with_the_cache_waits_for_one_that_builds_it(tmp_path: Path, fails: bool) -> None:
     (tmp_path / "texts.txt").write_text("one\n" * 24)
     found = run_ranks(load, 2, str(tmp_path), fails)

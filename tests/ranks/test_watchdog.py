@@ -107,7 +107,7 @@ def test_a_rank_0_that_takes_the_store_with_it_ends_the_others(
 
 
 @pytest.mark.parametrize("failing", ["CrashOnRank1", "Nan"])
-@pytest.mark.full("Nan", "CrashOnRank1")
+@pytest.mark.full
 def test_a_sweep_under_torchrun_goes_on_after_a_run_that_fails(tmp_path: Path, unused_port: int, failing: str) -> None:
     make_job(tmp_path)
     command = [sys.executable, "-m", "torch.distributed.run", "--nproc-per-node=2", f"--master-port={unused_port}"]

@@ -112,7 +112,7 @@ GRID = [
 
 
 @pytest.mark.parametrize(("recipe", "way", "precision"), GRID)
-@pytest.mark.full("quickstart-full-fp32", "quickstart-every second-bf16", "quickstart-selective-bf16")
+@pytest.mark.full
 def test_with_blocks_computed_again_a_forward_pass_and_the_peak_are_within_20_percent(
     recipe: str, way: str, precision: str
 ) -> None:

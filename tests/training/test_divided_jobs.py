@@ -47,7 +47,7 @@ def read(records: list[dict[str, Any]], name: str) -> list[float]:
     ],
     ids=["tensor", "sharded", "stages", "mesh"],
 )
-@pytest.mark.full("sharded", "stages", "mesh", "tensor")
+@pytest.mark.full
 def test_losses_and_evaluations_equal_those_of_one_process(overrides: list[str], tmp_path: Path) -> None:
     alone, divided = run(tmp_path / "alone"), run(tmp_path / "divided", *overrides)
     for name in ("loss", "grad_norm", "eval/loss"):

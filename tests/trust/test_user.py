@@ -109,7 +109,7 @@ def test_runs_of_ones_own_repeat_and_a_document_out_of_a_checkpoint_needs_the_fl
     assert granted.returncode == 0, granted.stderr
 
 
-@pytest.mark.full("run", "plan")
+@pytest.mark.full("run")
 @pytest.mark.parametrize("command", ["run", "plan"])
 def test_optional_imports_of_a_document_from_elsewhere_find_nothing_in_the_current_folder(
     job: Path, command: str

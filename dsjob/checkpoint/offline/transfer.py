@@ -37,8 +37,8 @@ def copy(
     """Copies one checkpoint, or all of a root in the order of their steps, into the root `target`.
 
     source: as for `convert`. target: a folder or URL, or a run's folder. new_tag: the tag of the copy of one
-    checkpoint, which may then stay in the same root. Skips a tag whose checkpoint at the target is
-    the same. Each checkpoint appears at the target complete or not at all; if one fails, those copied before it stay.
+    checkpoint, whose target may be its own root. Skips a tag whose checkpoint at the target is the same. Each
+    checkpoint appears at the target complete or not at all; if one fails, those copied before it stay.
     Raises CorruptCheckpointError, NoCheckpointError, CheckpointError (the target has a different checkpoint with this
     tag), StorageError, UsageError.
     """
@@ -54,6 +54,8 @@ def copy(
         if storage.join(there.root, "") == storage.join(root.root, "") and new_tag is None:
             raise UsageError(f"source and target are the same: {target}", hint="name another folder or URL")
         wanted = name or tag
+        if new_tag is not None and not wanted:
+            raise UsageError(f"{source} may hold several checkpoints, but only one can be {new_tag}", hint="name a tag")
         tags = layout.list_tags(root)
         if not tags:
             raise NoCheckpointError(

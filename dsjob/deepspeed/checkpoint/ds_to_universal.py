@@ -8,11 +8,12 @@ from __future__ import annotations
 
 import argparse
 import os
+import sys
 from typing import Any
 
 from dsjob.checkpoint.offline.transfer import copy
 from dsjob.deepspeed.absent import explain_names as _explain_names
-from dsjob.errors import UsageError
+from dsjob.errors import DsjobError, UsageError
 
 
 def parse_arguments() -> argparse.Namespace:
@@ -40,4 +41,7 @@ def main(args: Any) -> None:
 __getattr__ = _explain_names(__name__)
 
 if __name__ == "__main__":
-    main(parse_arguments())
+    try:
+        main(parse_arguments())
+    except DsjobError as error:
+        sys.exit(f"dsjob: error: {error}")

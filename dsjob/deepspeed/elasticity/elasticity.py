@@ -90,9 +90,9 @@ def apply_elasticity(config: dict[str, Any], ranks: int) -> dict[str, Any]:
             f"elasticity chooses the batch sizes, but the config also has {', '.join(given)}",
             hint="remove them, or set elasticity.ignore_non_elastic_batch_info",
         )
-    logger.info("elasticity: train batch %d, micro batch %d on %d ranks", batch, micro, ranks)
     if micro is None:
         raise ElasticityError(f"no micro batch of {section.micro_batches} divides {batch} samples on {ranks} ranks")
+    logger.info("elasticity: train batch %d, micro batch %d on %d ranks", batch, micro, ranks)
     others = {key: value for key, value in config.items() if key not in (*_SIZES, "elasticity")}
     return {**others, "train_batch_size": batch, "train_micro_batch_size_per_gpu": micro}
 
@@ -154,7 +154,13 @@ def _match_scheduler(section: ElasticityConfig) -> None:
     """Raises ElasticityConfigError if the scheduler has planned with another section, which it leaves in a variable."""
     if _SCHEDULER not in os.environ:
         return
-    planned = ElasticityConfig(json.loads(os.environ[_SCHEDULER]))
+    try:
+        given = json.loads(os.environ[_SCHEDULER])
+    except ValueError as error:
+        raise ElasticityConfigError(f"the variable {_SCHEDULER} is no JSON: {error}") from error
+    if not isinstance(given, dict):
+        raise ElasticityConfigError(f"the variable {_SCHEDULER} must be a JSON object, but is {given!r}")
+    planned = ElasticityConfig(given)
     for name in ("max_acceptable_batch_size", "micro_batches", "version"):
         if getattr(planned, name) != getattr(section, name):
             raise ElasticityConfigError(
