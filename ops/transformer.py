@@ -18,7 +18,7 @@ import math
 from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any, ClassVar, cast
+from typing import Any, ClassVar
 
 import torch
 from torch import Tensor, nn
@@ -309,11 +309,14 @@ class DeepSpeedTransformerLayer(nn.Module):
         q, k, v = parts.contiguous()  # one copy, which both products save; they would make copies of their own
         recomputed, scale = self.config.attn_dropout_checkpoint, q.shape[-1] ** -0.5
         scores = q @ k.transpose(-1, -2)
+        mixed: Tensor
         if self._can_fuse(parts) and fused.fits_attention(scores, mask):
-            return cast(Tensor, fused.mix_dropped(scores, mask, v, scale=scale, ratio=ratio, recomputed=recomputed))
-        scores = scores * scale
-        probabilities = (scores if mask is None else scores + mask).softmax(-1)
-        return cast(Tensor, multiply_dropped(probabilities, v, ratio) if recomputed else drop(probabilities, ratio) @ v)
+            mixed = fused.mix_dropped(scores, mask, v, scale=scale, ratio=ratio, recomputed=recomputed)
+        else:
+            scores = scores * scale
+            probabilities = (scores if mask is None else scores + mask).softmax(-1)
+            mixed = multiply_dropped(probabilities, v, ratio) if recomputed else drop(probabilities, ratio) @ v
+        return mixed
 
     def _feed(self, x: Tensor) -> Tensor:
         """What the feed-forward part adds to the residual stream, [B, S, hidden_size]."""
