@@ -156,6 +156,7 @@ def _read_layout(spec: JobSpec, world_size: int, offload: Offload | None) -> Lay
     moved = zero.offload_optimizer
     disk = moved if moved and moved.device == "nvme" else None
     parameters = zero.offload_param if zero.parameters_on_disk else None
+    moved_to = zero.offload_param if (offload or zero.offload) == "param" else moved
     layout = Layout(
         stage=spec.zero_optimization.stage,
         world_size=world_size,
@@ -172,6 +173,7 @@ def _read_layout(spec: JobSpec, world_size: int, offload: Offload | None) -> Lay
         disk_buffers=max(disk.buffer_count, 1) if disk else 0,
         block_buffers=max(parameters.buffer_count, 1) if parameters else 0,
         max_in_cpu=parameters.max_in_cpu if parameters else 0,
+        pinned=moved_to.pin_memory if moved_to else True,
         stages=spec.pipeline.size,
         context=spec.context_parallel.size,
         tensor=spec.tensor_parallel.ranks,

@@ -97,20 +97,20 @@ class Masters(Pairs):
             return
         gradient = local(pair.parameter.grad)
         pair.parameter.grad = None
-        if not pair.on_host or not gradient.is_cuda:
+        if not pair.on_host or not gradient.is_cuda or self._side is None:
             if gradient.is_cuda:
                 # FSDP2 may have allocated it on another stream. Without this, that stream could reuse its memory now.
                 gradient.record_stream(torch.cuda.current_stream(gradient.device))
-            _add(pair, gradient)
+            # A copy to pageable memory blocks the host until it has arrived, so nothing is gained by adding it later.
+            _add(pair, gradient.to(HOST) if pair.on_host else gradient)
             return
         # A pair can hold only one gradient in transit, so first add that of an earlier backward pass.
         if pair.taken is not None:
             self._arrive()
-        pins = self._side is not None
-        pair.taken = torch.empty_like(gradient, device=HOST, pin_memory=pins)
+        pair.taken = torch.empty_like(gradient, device=HOST, pin_memory=True)
         with self._beside():
             # Without record_stream, the allocator could reuse the gradient's memory while the copy still reads it.
-            pair.taken.copy_(gradient, non_blocking=pins)
+            pair.taken.copy_(gradient, non_blocking=True)
             gradient.record_stream(torch.cuda.current_stream(gradient.device))
 
     def _arrive(self) -> None:

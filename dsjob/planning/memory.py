@@ -119,7 +119,7 @@ def _replicated(model: Model, layout: Layout, state: OptimizerState) -> list[Ite
             _always("parameters", _held(model, layout), note="cast in place" if cast else ""),
             *_streamed_items(model, layout, near),
             *_master_items(near, [w.elements for w in near], state, cast),
-            *_host_items(far, [w.elements for w in far], state, layout),
+            *_host_items(model, far, [w.elements for w in far], state, layout, layout.compute),
         ]
     own = sum(w.elements * (layout.compute if cast else w.itemsize) for w in model.trainable)
     masters = MASTER_SIZE * count(model.trainable) if cast else 0
@@ -177,17 +177,30 @@ def _master_items(
     return [_always("fp32 masters", masters), _state_item(weights, elements, state, cast, replicas)]
 
 
-def _host_items(weights: list[Weight], elements: list[int], state: OptimizerState, layout: Layout) -> list[Item]:
+def _host_items(
+    model: Model, weights: list[Weight], elements: list[int], state: OptimizerState, layout: Layout, taken: int
+) -> list[Item]:
     """Masters, their gradients and the optimizer state on the host. All of them stay allocated between steps. Masters
-    and state may be on a disk instead."""
+    and state may be on a disk instead. taken: bytes per element of the gradients that a GPU sends."""
     fp32 = MASTER_SIZE * sum(elements)
     kept = round(state.copies * fp32) + state.per_parameter * len(weights)
+    masters = fp32 if layout.disk_buffers else _lock(model, layout, [MASTER_SIZE * each for each in elements])
+    # In page-locked memory, all gradients of a step may be on their way at once, and the allocator keeps their memory.
+    sent = _lock(model, layout, [taken * each for each in elements]) if layout.pinned else 0
     return [
-        _always("fp32 masters", fp32, place="disk" if layout.disk_buffers else "host"),
+        _always("fp32 masters", masters, place="disk" if layout.disk_buffers else "host"),
         _always("gradients", fp32, place="host", note="kept from step to step"),
+        _always("gradients in transit", sent, place="host", note="in page-locked memory"),
         _always("optimizer state", kept, place="disk" if layout.disk_buffers else "host"),
         _disk_item(elements, 1 + state.copies, layout.disk_buffers),
     ]
+
+
+def _lock(model: Model, layout: Layout, sizes: Iterable[int]) -> int:
+    """Bytes on the host of tensors of these sizes. PyTorch rounds each up to a power of two in page-locked memory."""
+    if not layout.pinned or not model.blocks_known:  # a bare parameter count has no tensors
+        return sum(sizes)
+    return sum(1 << (size - 1).bit_length() for size in sizes if size)
 
 
 def _disk_item(elements: list[int], copies: float, buffers: int) -> Item:
@@ -228,9 +241,10 @@ def _sharded(model: Model, layout: Layout, state: OptimizerState, rank: int) -> 
             *_pass_items(model, layout),
         ]
     copies = state.copies * bool(layout.disk_buffers) + bool(layout.block_buffers)
+    sent = _lock(model, layout, [w.padded(size) * w.itemsize for w in model.trainable])
     return [
         *_offloaded_items(model, layout),
-        Item("gradients", waiting, reduced, reduced, place="host", note=note),
+        Item("gradients", sent if waiting == reduced else waiting, sent, sent, place="host", note=note),
         replace(kept, place="disk" if layout.disk_buffers else "host"),
         _disk_item(shards, copies, layout.disk_buffers or (DISK_BUFFERS if layout.block_buffers else 0)),
         *_pass_items(model, layout),
@@ -246,7 +260,7 @@ def _offloaded_items(model: Model, layout: Layout) -> list[Item]:
     on_host, on_disk, blocks = 0, 0, dict.fromkeys(range(len(units)), 0)
     for place, ((number, weight), size) in enumerate(zip(weights, sizes, strict=True)):
         if place in kept:
-            on_host += size * weight.itemsize
+            on_host += _lock(model, layout, [size * weight.itemsize])
         else:
             on_disk += size * weight.itemsize
             blocks[number] += size * weight.itemsize
@@ -278,7 +292,14 @@ def _sharded_beside(model: Model, layout: Layout, state: OptimizerState, rank: i
         _always("parameters", held, note="shards in the compute dtype" if cast else "shards"),
         Item("gradients", waiting, reduced, reduced, note=note),
         *_master_items(near, shards, state, cast),
-        *_host_items(far, [w.shard(size, rank % size) for w in far], state, layout),
+        *_host_items(
+            model,
+            far,
+            [w.shard(size, rank % size) for w in far],
+            state,
+            layout,
+            layout.compute if cast else MASTER_SIZE,
+        ),
         *_pass_items(model, layout),
     ]
 

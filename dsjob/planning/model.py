@@ -114,6 +114,7 @@ class Layout:
     group; 0: none. `ahead`: elements that stage 3 prefetches (0: one block); `live`: the most elements of blocks that
     it holds at a time. `disk_buffers`: with which masters and optimizer state are kept on a disk; 0: in memory.
     `block_buffers`: with which offloaded parameters are kept on a disk, beyond `max_in_cpu` elements; 0: in memory.
+    `pinned`: what is offloaded from GPUs is in page-locked memory.
 
     `world_size`: the data-parallel ranks. `stages`, `context`, `tensor`: the ranks along the other axes, which hold a
     model together. `held`: the micro batches whose activations a stage of a pipeline holds at once.
@@ -135,6 +136,7 @@ class Layout:
     disk_buffers: int = 0
     block_buffers: int = 0
     max_in_cpu: int = 0
+    pinned: bool = False
     stages: int = 1
     context: int = 1
     tensor: int = 1

@@ -113,6 +113,24 @@ def test_stage_3_offloaded_is_deepspeeds_estimate_without_its_margin(offload: st
     assert 1.5 * (8 * memory.host + copies * P) == pytest.approx(host, rel=0.01)
 
 
+@pytest.mark.parametrize(("stage", "offload"), [(1, "optimizer"), (2, "optimizer"), (3, "optimizer"), (3, "param")])
+def test_page_locked_memory_is_counted_in_powers_of_two(stage: int, offload: str) -> None:
+    """PyTorch's allocator of page-locked memory rounds each tensor up. Gradients on their way from a GPU are there."""
+    ranks, model = 4, Model(tuple(Weight((4096, 1376), unit=number) for number in range(1, 5)))
+    layout = Layout(stage, ranks, compute=2, reduce=2, offload=offload)  # type: ignore[arg-type]
+    shard = 1024 * 1376
+    pageable = {item.name: item.step for item in predict_memory(model, layout, ADAM).items if item.place == "host"}
+    locked = predict_memory(model, replace(layout, pinned=True), ADAM)
+    found = {item.name: item.step for item in locked.items if item.place == "host"}
+    rounded = 4 * (8 << 20)  # a shard has 5.4 MiB in fp32
+    if offload == "param":
+        assert found == pageable | {"parameters": rounded, "gradients": rounded}
+        assert pageable["parameters"] == 4 * 4 * shard
+    else:
+        assert found == pageable | {"fp32 masters": rounded, "gradients in transit": rounded // 2}
+        assert pageable["fp32 masters"] == 4 * 4 * shard
+
+
 @pytest.mark.parametrize(("stage", "param"), [(2, False), (3, True)])
 def test_state_on_a_disk_is_planned_there_and_not_on_the_host(stage: int, param: bool, tmp_path: Path) -> None:
     """The file has the planned size, and the buffers in memory too."""
