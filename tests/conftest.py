@@ -25,19 +25,18 @@ if os.path.isdir("/dev/shm") and shutil.disk_usage("/dev/shm").free > 8 << 30:
 # With -n, these files start first, the longest at the front: a worker that begins one last lets the others wait. Their
 # seconds are in `--junit-xml`'s file.
 LONGEST = [
-    "test_hf_trainer", "test_accelerate_programs", "test_trl", "test_smoke", "test_run", "test_front_run",
-    "test_blame", "test_one_rank", "test_generate", "test_generation",
-    "test_store_faults", "test_packaging", "test_deepspeed_driven", "test_user", "test_simulated_cuda",
-    "test_launch", "test_exec", "test_convert_hostile", "test_recomputed_blocks", "test_parity_grid",
-    "test_activations", "test_offload", "test_rank_groups", "test_deepspeed_hostile", "test_object_stores",
-    "test_zero_to_fp32", "test_front_tasks", "test_library_tests", "test_zero", "test_stages",
-    "test_compressing_optimizers", "test_user_backward", "test_metrics", "test_site", "test_compare_engines",
-    "test_bad_input", "test_compose", "test_unshardable", "test_stream", "test_alias", "test_views",
-    "test_storage_points", "test_fuzz", "test_reshard", "test_loss_average", "test_compressing_convergence",
-    "test_saving_on_ranks", "test_import_time", "test_malicious", "test_freezing", "test_resume_grid", "test_places",
-    "test_module_of_an_engine", "test_deepspeed_resume", "test_run_step", "test_blocks", "test_model_parallel_jobs",
-    "test_kill_campaign", "test_watchdog", "test_restarts", "test_plan_memory", "test_hostile_documents",
-    "test_display", "test_torch_private", "test_gpu_smoke", "test_guides", "test_tutorial",
+    "test_hf_trainer", "test_accelerate_programs", "test_run", "test_smoke", "test_blame", "test_launch", "test_guides",
+    "test_transformer_kernels", "test_deepspeed_driven", "test_object_stores", "test_front_run", "test_exec",
+    "test_pipelined_jobs", "test_user", "test_packaging", "test_zero", "test_stream", "test_stages", "test_compose",
+    "test_views", "test_one_rank", "test_simulated_cuda", "test_store_faults", "test_parity_grid", "test_user_backward",
+    "test_import_time", "test_several_models", "test_document", "test_saving_on_ranks", "test_blocks",
+    "test_compressing_optimizers", "test_resume_grid", "test_pipelines", "test_several_models_recipes", "test_watchdog",
+    "test_cli_plan", "test_convert_hostile", "test_zero_to_fp32", "test_monitors", "test_restarts", "test_front_tasks",
+    "test_nvme_parameters", "test_gpu_smoke", "test_ends", "test_rank_groups", "test_malicious",
+    "test_convert_adapters", "test_tensor_parallel", "test_deepspeed_resume", "test_pipeline_engine", "test_places",
+    "test_front_smoke", "test_trl", "test_hostile_documents", "test_one_batch", "test_convert", "test_fuzz",
+    "test_model_parallel_jobs", "test_model_parallel", "test_unshardable", "test_mesh_grid", "test_deepspeed_write",
+    "test_interpolation", "test_passed", "test_storage_points", "test_native",
 ]  # fmt: skip
 
 

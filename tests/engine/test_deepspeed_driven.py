@@ -59,7 +59,7 @@ CASES: list[tuple[str, int, int, dict[str, Any], float]] = [
 LONG = {
     "stage 1", "stage 2", "stage 3, bf16", "no clipping", "schedule", "bf16, stage 1", "stage 0, accumulated",
     "stage 2, accumulated", "stage 0, bf16", "checkpointed", "summed", "groups", "another optimizer", "fp32, stage 0",
-    "fp32, stage 2", "bf16, stage 0", "bf16 with sums in fp32, stage 1", "stage 1, bf16", "stage 1, fp16",
+    "fp32, stage 2", "offloaded", "bf16, stage 0", "bf16 with sums in fp32, stage 1", "stage 1, bf16", "stage 1, fp16",
 }  # fmt: skip
 
 

@@ -17,6 +17,7 @@ from ranks import run_ranks
 from small_jobs import at_step, list_steps, make_document, read_digests, run, send
 
 from dsjob import initialize, storage
+from dsjob.checkpoint.live import background
 from dsjob.errors import DsjobError, StorageError
 from dsjob.ranks.mesh import World
 from dsjob.training import occasions
@@ -87,6 +88,7 @@ def run_all(world: World, folder: str) -> dict[str, Any]:
             found[key] = attempt(make_document(f"{folder}/{key}", **sections, checkpoint=options), world)
             storage.open_write = original
 
+    background.PAUSES = (0.01, 0.1)
     read = storage.read_bytes
     for name, times in (("flips", 2), ("flips on", 1 << 30)):
         flip_records(times)

@@ -22,6 +22,8 @@ from dsjob.errors import CheckpointError, CorruptCheckpointError, DsjobError, Fe
 from dsjob.ranks import patience
 from dsjob.ranks.agreement import as_told
 
+PAUSES = (0.1, 1.0)  # seconds before the second and the third attempt to read a record that was damaged on its way
+
 # Runs on rank 0: commits the checkpoint, given the records of all ranks. Returns its size in bytes, and notes.
 Commit = Callable[[Sequence[dict[str, Any]]], tuple[int, tuple[str, ...]]]
 
@@ -122,8 +124,7 @@ class Background:
             return
 
     def _read_record(self, rank: int) -> dict[str, Any]:
-        # Seconds before the second and the third try.
-        for pause in (0.1, 1.0):
+        for pause in PAUSES:
             try:
                 return read_record(self.save.url, rank)
             except CorruptCheckpointError:  # damaged in transit or in the store? Reading again shows which.
