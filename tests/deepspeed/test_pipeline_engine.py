@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import threading
 import time
 from collections.abc import Iterator
 from pathlib import Path
@@ -265,6 +266,21 @@ def test_a_stage_that_fails_is_named_on_all_stages(how: str) -> None:
             assert f"stage {guilty} of the pipeline failed" in text
         assert seconds < 20
     assert LostRankError.exit_code == 76
+
+
+def end_on_both(world: World) -> tuple[str, set[str]]:
+    before = set(threading.enumerate())
+    engine = make_engine(world, 2, micro=4, config={"train_batch_size": 16})
+    with pytest.raises(EndOfDataError) as told:
+        engine.train_batch(iter(list(deal(engine.world, 4, 1, rows=16))[:2]))
+    return str(told.value), {thread.name for thread in set(threading.enumerate()) - before}
+
+
+def test_a_stage_whose_data_ended_leaves_no_thread_that_waits_for_its_neighbours() -> None:
+    """Neither stage receives what the other tells it. A thread that waits in gloo when the interpreter exits is ended in
+    the midst of C++, which aborts the process: exit code -6 in place of 1."""
+    for text, threads in run_ranks(end_on_both, 2):
+        assert (text.partition("\n")[0], threads) == ("the data ended after 2 of 4 micro batches", set())
 
 
 def build_grid(world: World) -> tuple[Any, ...]:

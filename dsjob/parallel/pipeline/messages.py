@@ -19,7 +19,7 @@ ever, and each names the stage that failed.
 from __future__ import annotations
 
 import pickle
-import threading
+import time
 from collections import deque
 from collections.abc import Iterator
 from contextlib import suppress
@@ -239,15 +239,13 @@ class Mail:
                 what if isinstance(error, LostRankError) else f"stage {self._pipe.rank} of the pipeline failed: {what}"
             )
             self._failed = told
-        before = len(self._sent)
         with suppress(RuntimeError, DsjobError):
             for edge in edges:
                 blob = self._failed.encode()
                 self._send_header(edge, [_FAILED, self._pipe.rank, len(blob), 0], blob)
-        # In a thread, because gloo closes the connection if a wait times out.
-        waiting = threading.Thread(target=_wait_for_all, args=(self._sent[before:],), daemon=True)
-        waiting.start()
-        waiting.join(_PATIENCE)
+        # gloo's own thread sends, as soon as the neighbours receive. Its `wait` closes the connection when its time is
+        # up, and a thread that still waits when the interpreter exits can abort the process.
+        time.sleep(_PATIENCE)
 
     def _naming(self, peer: int) -> _Naming:
         return _Naming(self, peer)
@@ -271,12 +269,6 @@ class _Naming:
     def __exit__(self, kind: Any, error: BaseException | None, trace: Any) -> None:
         if isinstance(error, RuntimeError) and follows_from_another(error):
             raise self._mail._lose(self._peer, error) from error
-
-
-def _wait_for_all(sent: list[tuple[Any, Tensor]]) -> None:
-    with suppress(RuntimeError):
-        for work, _ in sent:
-            work.wait()
 
 
 def _describe(value: Any) -> tuple[_Layout, list[Tensor]]:
