@@ -277,8 +277,8 @@ def end_on_both(world: World) -> tuple[str, set[str]]:
 
 
 def test_a_stage_whose_data_ended_leaves_no_thread_that_waits_for_its_neighbours() -> None:
-    """Neither stage receives what the other tells it. A thread that waits in gloo when the interpreter exits is ended in
-    the midst of C++, which aborts the process: exit code -6 in place of 1."""
+    """Neither stage receives what the other tells it. A thread that waits in gloo when the interpreter exits is ended
+    in the midst of C++, which aborts the process: exit code -6 in place of 1."""
     for text, threads in run_ranks(end_on_both, 2):
         assert (text.partition("\n")[0], threads) == ("the data ended after 2 of 4 micro batches", set())
 

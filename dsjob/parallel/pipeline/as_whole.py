@@ -3,19 +3,24 @@
 Each call is a forward pass through all stages. The last stage has the logits, and sends them to all ranks of the
 pipeline, which go on with the same ones and draw the same random numbers. Nothing is kept from one call to the next: a
 stage computes all tokens again for each new one.
+
+If weights are sharded, each pass gathers them, which all data-parallel ranks must do together. So while it generates, a
+pipeline whose texts have ended makes further passes until all have.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import contextmanager
 from typing import Any
 
 import torch
 import torch.distributed as dist
 from torch import Tensor, nn
+from torch.distributed.fsdp import FSDPModule
 
 from dsjob.errors import ContractError
-from dsjob.ranks.mesh import World
+from dsjob.ranks.mesh import Ranks, World
 
 _DTYPES = (torch.float32, torch.bfloat16, torch.float16, torch.float64)
 _MOST_DIMS = 6
@@ -46,12 +51,19 @@ def as_whole(module: nn.Module, world: World, forward: Forward) -> nn.Module:
     all ranks of the pipeline. All of them must make the same calls. Raises ContractError."""
     require_whole_passes(module)
     kind: Any = type(module)
+    ranks = world.data if isinstance(module, FSDPModule) else Ranks()
+    passes = _Passes(lambda *args, **kwargs: _share_logits(forward(*args, **kwargs), world), ranks, world.device)
 
     def call(self: Any, *args: Any, **kwargs: Any) -> Any:
-        return _share_logits(forward(*args, **kwargs), world)
+        return passes.run(*args, **kwargs)
 
     def generate(self: Any, *args: Any, **kwargs: Any) -> Any:
-        return kind.generate(self, *args, **{**kwargs, **({"use_cache": False} if _has_cache(module) else {})})
+        # `synced_gpus` is what `_Passes` does. Without a cache, that of transformers is not possible: it extends the
+        # mask of texts that have ended, but not the texts.
+        of_transformers = getattr(module, "generation_config", None) is not None
+        own = {"use_cache": False, "synced_gpus": False} if of_transformers else {}
+        with passes.counted():
+            return kind.generate(self, *args, **{**kwargs, **own})
 
     own: dict[str, Any] = {"__call__": call, **({"generate": generate} if hasattr(kind, "generate") else {})}
     made: nn.Module = object.__new__(type(kind.__name__, (kind,), own))
@@ -60,8 +72,35 @@ def as_whole(module: nn.Module, world: World, forward: Forward) -> nn.Module:
     return made
 
 
-def _has_cache(module: nn.Module) -> bool:
-    return getattr(module, "generation_config", None) is not None
+class _Passes:
+    """Passes through all stages. ranks: each pass needs a pass of all of them."""
+
+    def __init__(self, run: Forward, ranks: Ranks, device: torch.device) -> None:
+        self._run, self._ranks, self._device = run, ranks, device
+        self._counts = False
+        self._first: tuple[Any, Any] | None = None  # what the first pass was called with
+
+    def run(self, *args: Any, **kwargs: Any) -> Any:
+        if self._counts and self._ranks.size > 1:
+            self._first = self._first or (args, kwargs)
+            self._is_needed(True)
+        return self._run(*args, **kwargs)
+
+    @contextmanager
+    def counted(self) -> Iterator[None]:
+        """The block, and then as many passes as other ranks still need."""
+        self._counts = True
+        yield
+        self._counts = False
+        if self._first is not None:
+            while self._is_needed(False):
+                self._run(*self._first[0], **self._first[1])
+
+    def _is_needed(self, here: bool) -> bool:
+        """Whether any rank needs another pass. here: this one does. A collective."""
+        wanted = torch.tensor(int(here), device=self._device)
+        dist.all_reduce(wanted, group=self._ranks.group)
+        return bool(wanted)
 
 
 def _share_logits(outputs: Any, world: World) -> Any:
