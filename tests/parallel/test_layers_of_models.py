@@ -75,6 +75,13 @@ def test_layers_that_are_looked_at_or_measured_stay_as_they_were() -> None:
     assert (float(built.calls), built.weight.grad) == (0, None)
 
 
+def test_layers_that_change_their_input_in_place_are_measured() -> None:
+    layers = list_layers([nn.ReLU(inplace=True), nn.Linear(4, 4), nn.ReLU(inplace=True), LayerSpec(nn.Linear, 4, 4)])
+    given = -torch.ones(2, 4)
+    assert len(measure_layers(layers, (given,), torch.device("cpu"))) == 4
+    assert torch.equal(given, -torch.ones(2, 4))
+
+
 def test_modules_that_share_a_parameter_must_be_on_one_stage() -> None:
     def cut(bound: int) -> dict[str, tuple[int, ...]]:
         model = nn.Sequential(nn.Embedding(7, 4), nn.Linear(4, 4), nn.Linear(4, 7, bias=False))

@@ -35,8 +35,9 @@ def measure_layers(layers: Sequence[Layer], args: Sequence[Any], device: torch.d
             own = made[layer.name]
             times = []
             for _ in range(3):
+                given = tree_map_only(Tensor, torch.clone, value)  # the layer may change it in place
                 started = _read_clock(device)
-                outputs = own(value) if layer.call is None else layer.call(own, value)
+                outputs = own(given) if layer.call is None else layer.call(own, given)
                 reached = [tensor for tensor in list_tensors(outputs) if tensor.requires_grad]
                 if reached:
                     torch.autograd.backward(reached, [torch.ones_like(tensor) for tensor in reached])
