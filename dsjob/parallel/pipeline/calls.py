@@ -24,7 +24,15 @@ from torch import Tensor, nn
 from dsjob.compute.find_blocks import find_blocks
 from dsjob.errors import ContractError, UsageError
 from dsjob.pipelines.partition import partition
-from dsjob.torch_private import TorchDispatchMode, call_with_meta, tree_flatten, tree_leaves, tree_unflatten
+from dsjob.torch_private import (
+    TorchDispatchMode,
+    address_of,
+    call_with_meta,
+    count_changes,
+    tree_flatten,
+    tree_leaves,
+    tree_unflatten,
+)
 
 Mark = tuple[int, int] | str  # (call, leaf of its output), or the name of a parameter
 _LISTS = (nn.ModuleList, nn.ModuleDict)
@@ -33,10 +41,12 @@ _LISTS = (nn.ModuleList, nn.ModuleDict)
 @dataclass(frozen=True)
 class Traced:
     """A forward pass. calls: names of the units that it called, in order. needs: for each call, the marks of its
-    arguments; and at the end those of the model's output."""
+    arguments; and at the end those of the model's output. changed: outputs of calls that code outside of units changed
+    in place."""
 
     calls: Sequence[str]
     needs: Sequence[frozenset[Mark]]
+    changed: frozenset[tuple[int, int]]
 
 
 @dataclass(frozen=True)
@@ -44,8 +54,9 @@ class Cut:
     """How a model is divided into `count` parts, which are numbered in the order of the forward pass.
 
     units: the names of all units. calls: of those that a forward pass calls, in order. part_of: for each call, the part
-    that it belongs to. crossing: for each part, the outputs of calls, (call, leaf), that it receives. owners: the names
-    of the model's parameters, each with the parts that use it. groups: the blocks of each part, for messages.
+    that it belongs to. crossing: for each part, the outputs of calls, (call, leaf), that it receives. changed: outputs
+    that code between calls changes in place; it does so on each stage. owners: the names of the model's parameters,
+    each with the parts that use it. groups: the blocks of each part, for messages.
     """
 
     count: int
@@ -53,6 +64,7 @@ class Cut:
     calls: Sequence[str]
     part_of: Sequence[int]
     crossing: Sequence[Sequence[tuple[int, int]]]
+    changed: Collection[tuple[int, int]]
     owners: Mapping[str, tuple[int, ...]]
     groups: Sequence[Sequence[str]]
 
@@ -89,7 +101,7 @@ def trace(model: nn.Module, args: Sequence[Any], kwargs: Mapping[str, Any]) -> T
     tracer = _Tracer(model)
     with tracer.replacing_units(), torch.no_grad(), torch.random.fork_rng([]), tracer:
         outputs = model(*args, **kwargs)
-    return Traced(tracer.calls, [*tracer.needs, tracer.read(outputs)])
+    return Traced(tracer.calls, [*tracer.needs, tracer.read(outputs)], tracer.list_changed())
 
 
 class _Tracer(TorchDispatchMode):  # type: ignore[no-untyped-call]
@@ -98,17 +110,27 @@ class _Tracer(TorchDispatchMode):  # type: ignore[no-untyped-call]
     def __init__(self, model: nn.Module) -> None:
         super().__init__()  # type: ignore[no-untyped-call]
         self._units = list_units(model)
-        self._marks: dict[int, tuple[Tensor, frozenset[Mark]]] = {
-            id(parameter): (parameter, frozenset([name])) for name, parameter in model.named_parameters()
-        }
+        # By storage, since what is written to a view is read from other tensors. Keeping a tensor keeps its storage.
+        self._marks: dict[int, tuple[Tensor, frozenset[Mark]]] = {}
+        for name, parameter in model.named_parameters():
+            self._add(parameter, frozenset([name]))
         self.calls: list[str] = []
         self.needs: list[frozenset[Mark]] = []
+        self._made: dict[tuple[int, int], tuple[Tensor, int]] = {}  # outputs, and how often they had been changed
         self._inside = False  # a unit
 
     def read(self, value: Any) -> frozenset[Mark]:
         """The marks of all tensors in a value."""
-        kept = [self._marks[id(leaf)][1] for leaf in tree_leaves(value) if id(leaf) in self._marks]
-        return frozenset().union(*kept)
+        keys = [_identify(leaf) for leaf in tree_leaves(value) if isinstance(leaf, Tensor)]
+        return frozenset().union(*(self._marks[key][1] for key in keys if key in self._marks))
+
+    def _add(self, tensor: Tensor, marks: frozenset[Mark]) -> None:
+        kept, before = self._marks.get(_identify(tensor), (tensor, frozenset()))
+        self._marks[_identify(tensor)] = (kept, marks | before)
+
+    def list_changed(self) -> frozenset[tuple[int, int]]:
+        """The outputs of calls that were changed in place."""
+        return frozenset(place for place, (made, before) in self._made.items() if count_changes(made) > before)
 
     def __torch_dispatch__(self, operator: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         given = kwargs or {}
@@ -116,9 +138,7 @@ class _Tracer(TorchDispatchMode):  # type: ignore[no-untyped-call]
         if not self._inside and (marks := self.read((args, given))):
             for leaf in tree_leaves(outputs):
                 if isinstance(leaf, Tensor):
-                    # Keeping the tensor keeps its id.
-                    before = self._marks.get(id(leaf), (leaf, frozenset()))[1]
-                    self._marks[id(leaf)] = (leaf, marks | before)
+                    self._add(leaf, marks)
         return outputs
 
     @contextmanager
@@ -151,10 +171,15 @@ class _Tracer(TorchDispatchMode):  # type: ignore[no-untyped-call]
             for place, leaf in enumerate(leaves):
                 if isinstance(leaf, Tensor):
                     leaves[place] = made = torch.zeros(leaf.shape, dtype=leaf.dtype)
-                    self._marks[id(made)] = (made, frozenset([(number, place)]))
+                    self._add(made, frozenset([(number, place)]))
+                    self._made[number, place] = (made, count_changes(made))
             return tree_unflatten(leaves, spec)
 
         return call
+
+
+def _identify(tensor: Tensor) -> int:
+    return address_of(tensor) if tensor.layout is torch.strided else id(tensor)
 
 
 def shape_outputs(name: str, unit: nn.Module, args: Any, kwargs: Any) -> Any:
@@ -186,6 +211,7 @@ def cut_model(model: nn.Module, traced: Traced, count: int, method: str) -> Cut:
         traced.calls,
         part_of,
         [_find_crossing(traced, ends, part) for part in range(count)],
+        traced.changed,
         _find_owners(model, units, traced, ends),
         [[name for group in groups[bounds[part] : bounds[part + 1]] for name in group] for part in range(count)],
     )

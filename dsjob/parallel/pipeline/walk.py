@@ -106,8 +106,12 @@ class Walk:
         if self._part + 1 < self._cut.count:
             wanted = [leaf for call, leaf in self._cut.crossing[self._part + 1] if call == number]
             leaves = tree_leaves(outputs) if wanted else []
-            self._values.update({(number, leaf): leaves[leaf] for leaf in wanted})
+            self._values.update({(number, leaf): self._guard((number, leaf), leaves[leaf]) for leaf in wanted})
         return outputs
+
+    def _guard(self, place: tuple[int, int], output: Tensor) -> Tensor:
+        """An output, or a copy of it if the model goes on to change it in place: the next stage repeats that."""
+        return output.clone() if place in self._cut.changed else output
 
     def _stand_in(self, number: int, args: Any, kwargs: Any) -> Any:
         """What an earlier call returned: tensors that were received, and zeros in place of those that nobody needs."""
@@ -121,7 +125,9 @@ class Walk:
         shapes, form = self._shapes[key]
         device = next((x.device for x in given if isinstance(x, Tensor)), torch.device("cpu"))
         leaves = [
-            self._values.get((number, place), self._make_zeros(leaf, device)) if isinstance(leaf, Tensor) else leaf
+            self._guard((number, place), self._values.get((number, place), self._make_zeros(leaf, device)))
+            if isinstance(leaf, Tensor)
+            else leaf
             for place, leaf in enumerate(shapes)
         ]
         return tree_unflatten(leaves, form)
