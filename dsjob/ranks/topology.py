@@ -123,5 +123,5 @@ def order_ranks(topology: ProcessTopology, axes: Sequence[str] = ("pipe", "data"
     found = []
     for place in places:
         named = {axis: number for axis, number in zip(axes, place, strict=True) if axis in topology.axes}
-        found += topology.filter_match(**named)
+        found.append(topology.get_rank(**{**dict.fromkeys(topology.axes, 0), **named}))
     return tuple(found)

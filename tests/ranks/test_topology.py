@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import time
 from itertools import chain, product
 from typing import Any
 
@@ -52,6 +53,11 @@ def test_ranks_in_the_order_of_the_mesh() -> None:
     assert order_ranks(PipeDataParallelTopology(2, 2)) == (0, 1, 2, 3)
     assert order_ranks(ProcessTopology(["data", "pipe"], [2, 2])) == (0, 2, 1, 3)
     assert order_ranks(ProcessTopology(["model", "pipe", "data"], [2, 1, 2])) == (0, 2, 1, 3)
+    started = time.monotonic()
+    assert order_ranks(PipeModelDataParallelTopology(16, 8, 32)) == tuple(
+        (pipe * 32 + data) * 8 + model for pipe in range(16) for data in range(32) for model in range(8)
+    )
+    assert time.monotonic() - started < 5  # 4,096 ranks; twenty seconds if each looks at all others
     with pytest.raises(UsageError, match="axis expert"):
         order_ranks(ProcessTopology(["pipe", "expert"], [2, 2]))
 
