@@ -13,7 +13,7 @@ from dsjob.planning.fit import Job, Row
 from dsjob.planning.memory import MOMENTS, Place
 from dsjob.planning.model import count
 from dsjob.planning.plot import draw
-from dsjob.planning.report import Activations, Plan, show_bytes
+from dsjob.planning.report import BUILT, Activations, Plan, show_bytes
 
 _WHERE: dict[Place, str] = {"device": "", "host": "on the host", "disk": "on the disk"}
 
@@ -107,7 +107,7 @@ def _describe_rest(plan: Plan) -> list[tuple[str, str]]:
         pairs += [(f"stage {stage}", _describe_stage(job)) for stage, job in enumerate(plan.jobs)]
     if activations.whole is not None:
         pairs.append(("activations", _describe_activations(activations)))
-    pairs.append(("host at start", f"{show_bytes(plan.building)} per rank: each rank builds the whole model"))
+    pairs.append(("host at start", f"{show_bytes(plan.building)} per rank: each rank builds {BUILT[plan.builds]}"))
     for transfer in plan.communication:
         sent = f"{show_bytes(transfer.sent)} sent by each rank"
         name = f"{transfer.axis} {transfer.collective}" if plan.job.layout.model_ranks > 1 else transfer.collective

@@ -9,8 +9,11 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 
+from dsjob.contract.spec import JobSpec
+
 DISK_PART = 16 << 20  # bytes of masters on a disk that are stepped at a time, with their optimizer state
 DISK_BUFFERS = 4  # of such parts, if offload_optimizer does not say otherwise
+LEAST_IN_SHARES = 1 << 30  # bytes of parameters: below, building a model twice costs more than the memory is worth
 SMALL_BLOCK = 1 << 20  # elements: for smaller blocks, the overhead of a collective outweighs its transfer time
 
 
@@ -64,3 +67,23 @@ def choose_ahead(sizes: Sequence[int], bucket: int, live: int | None = None) -> 
         fitting = sum(elements <= room for elements in reached)
         found.append(max(fitting, 1) if reached else 0)
     return found
+
+
+def builds_in_shares(spec: JobSpec) -> bool:
+    """Whether each of several ranks builds a share of the parameters, if the model is large (LEAST_IN_SHARES)."""
+    zero = spec.zero_optimization
+    return (
+        zero.stage == 3 and zero.mics_shard_size <= 0 and spec.model_ranks == 1 and not spec.models and not spec.driven
+    )
+
+
+def divide_evenly(sizes: Sequence[int], ranks: int) -> list[int]:
+    """The rank of each of a sequence of items, so that all ranks get about as many bytes, in order.
+
+    `sizes`: bytes of each item.
+    """
+    total, before, chosen = sum(sizes), 0, []
+    for size in sizes:
+        chosen.append(min((before + size // 2) * ranks // total, ranks - 1) if total else 0)
+        before += size
+    return chosen

@@ -4,10 +4,11 @@ from __future__ import annotations
 
 import os
 from dataclasses import dataclass, replace
-from typing import Any
+from typing import Any, Literal
 
 from dsjob.contract.job_lengths import describe_lengths
 from dsjob.contract.precisions import Dtype
+from dsjob.contract.sharding import LEAST_IN_SHARES, builds_in_shares
 from dsjob.contract.spec import JobSpec, view
 from dsjob.document.origins import Composed
 from dsjob.document.resolve import resolve_job
@@ -124,8 +125,15 @@ def _make_plan(document: dict[str, Any], world_size: int, asked: Asked, trust: T
         host_limit=asked.host_memory or _read_host_memory(),
         measured_here=asked.host_memory is None,
         ranks_here=min(spec.launch.nproc, world_size * spec.model_ranks),
-        builds_stages=spec.pipeline.size > 1 and spec.pipeline.partition.lower() != "time",
+        builds=_choose_building(spec, model, world_size),
     )
+
+
+def _choose_building(spec: JobSpec, model: Model, world_size: int) -> Literal["whole", "stage", "share"]:
+    if spec.pipeline.size > 1:
+        return "whole" if spec.pipeline.partition.lower() == "time" else "stage"
+    large = sum(weight.elements * weight.itemsize for weight in model.weights) >= LEAST_IN_SHARES
+    return "share" if large and world_size > 1 and builds_in_shares(spec) else "whole"
 
 
 def _make_job(share: Share, layout: Layout, state: OptimizerState) -> Job:

@@ -7,6 +7,7 @@ the meta device in its own way, and writes them back. So no rank ever holds more
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from enum import Enum
 from typing import cast
 
@@ -44,9 +45,15 @@ def is_unshardable(parameter: Tensor) -> bool:
     return parameter.dim() == 0 or parameter.numel() == 0
 
 
-def shard_parameters(module: nn.Module, mesh: DeviceMesh, dtype: torch.dtype | None = None) -> None:
-    """Replaces every whole parameter in `module` by this rank's part of rank 0's values, on the mesh's device.
+def shard_parameters(
+    module: nn.Module,
+    mesh: DeviceMesh,
+    dtype: torch.dtype | None = None,
+    source: Callable[[Tensor], int] = lambda _: 0,
+) -> None:
+    """Replaces every whole parameter in `module` by this rank's part of the values of one rank, on the mesh's device.
 
+    source: the rank in the mesh that has the values of a parameter; by default rank 0.
     Casts floating-point ones to `dtype`, if given. Parameters that cannot be sharded stay whole. Those on the meta
     device stay there, because they have no values yet (torch.nn.utils.skip_init).
     """
@@ -58,9 +65,10 @@ def shard_parameters(module: nn.Module, mesh: DeviceMesh, dtype: torch.dtype | N
             if id(parameter) not in made:
                 value = parameter.detach().to(mesh.device_type)
                 value = value.to(dtype) if dtype is not None and value.is_floating_point() else value
-                # A collective: rank 0 sends each rank its rows of the value, at most ceil(rows / ranks). The last ranks
-                # may get fewer rows, or none.
-                made[id(parameter)] = _replace(parameter, distribute_tensor(value, mesh, [Shard(0)]))
+                # A collective: `source` sends each rank its rows of the value, at most ceil(rows / ranks). The last
+                # ranks may get fewer rows, or none.
+                rows = distribute_tensor(value, mesh, [Shard(0)], src_data_rank=source(parameter))
+                made[id(parameter)] = _replace(parameter, rows)
                 announce(made[id(parameter)])
             own_parameters(owner)[name] = made[id(parameter)]
 

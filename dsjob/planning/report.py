@@ -2,14 +2,17 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Sequence
 from dataclasses import asdict, dataclass
-from typing import Any
+from typing import Any, Literal
 
 from dsjob.planning.communication import CheckpointSize, Transfer
 from dsjob.planning.fit import Job, Row
 from dsjob.planning.memory import MOMENTS, Memory
 from dsjob.planning.model import Model, count
+
+BUILT = {"whole": "the whole model", "stage": "its stage", "share": "its share of the model"}
 
 
 @dataclass(frozen=True, slots=True)
@@ -79,7 +82,7 @@ class Plan:
 
     `model`: the whole one. `jobs`: what a rank of each pipeline stage needs, one without a pipeline.
     `measured_here`: whether `host_limit` is that of this machine. `ranks_here`: ranks on one machine, as far as the
-    document says. `builds_stages`: whether a rank builds its stage alone (`training.stage_models`).
+    document says. `builds`: what a rank builds of the model (`training.stage_models`, `training.sharded_models`).
     """
 
     name: str
@@ -97,7 +100,7 @@ class Plan:
     host_limit: int | None = None
     measured_here: bool = False
     ranks_here: int = 1
-    builds_stages: bool = False
+    builds: Literal["whole", "stage", "share"] = "whole"
 
     def __repr__(self) -> str:
         ranks = self.job.layout.world_size * self.job.layout.model_ranks
@@ -127,12 +130,15 @@ class Plan:
     @property
     def building(self) -> int:
         """Bytes of host memory that a rank needs at its start, at most, when it builds the model there; in a pipeline
-        its stage, and one more parameter at a time. Tensor parallelism divides it only afterwards."""
+        its stage, and one more parameter at a time. Tensor parallelism divides it only afterwards. A share is exchanged
+        for as many shards."""
         whole = needed = _measure(self.model)
-        if self.builds_stages:
-            sizes = (weight.elements * weight.itemsize for weight in self.model.weights)
-            largest = max(sizes, default=0) if self.model.blocks_known else 0
+        sizes = (weight.elements * weight.itemsize for weight in self.model.weights)
+        largest = max(sizes, default=0) if self.model.blocks_known else 0
+        if self.builds == "stage":
             needed = max(_measure(job.model) * job.layout.tensor + largest for job in self.jobs)
+        elif self.builds == "share":
+            needed = 2 * math.ceil(whole / self.job.layout.world_size) + largest
         return min(whole, needed) + self.model.buffers
 
     @property
@@ -144,7 +150,7 @@ class Plan:
             return ()
         ranks = f"{self.ranks_here} ranks on a machine need" if self.ranks_here > 1 else "a rank needs"
         machine = "this machine" if self.measured_here else "the machine"
-        built = "its stage" if self.builds_stages else "the whole model"
+        built = BUILT[self.builds]
         why = f"each builds {built} at its start" if self.building >= kept else "for what is offloaded"
         return (
             f"{ranks} {show_bytes(needed)} of host memory ({why}), but {machine} has {show_bytes(self.host_limit)}",

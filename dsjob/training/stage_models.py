@@ -18,9 +18,9 @@ from dsjob.contract.resolved import ResolvedJob
 from dsjob.contract.spec import JobSpec, Target
 from dsjob.contract.stages import Pipeline as Section
 from dsjob.errors import DsjobError
+from dsjob.parallel.own_parts import NotInPartsError, Sketch, list_without_values
 from dsjob.parallel.pipeline.calls import guess_owned
 from dsjob.parallel.pipeline.layers import count_parameters, list_layers
-from dsjob.parallel.pipeline.own_parts import NotInPartsError, Sketch, list_without_values
 from dsjob.pipelines.partition import partition
 from dsjob.ranks.heap import returning_memory
 from dsjob.ranks.mesh import Ranks, World
@@ -28,6 +28,7 @@ from dsjob.ranks.seeding import seed_rng
 from dsjob.training.build import build_model, build_models
 from dsjob.training.pipelines import Complete, is_sequence
 from dsjob.training.probe import build_on_meta
+from dsjob.training.sharded_models import choose_maker
 from dsjob.trust.grant import Trust
 
 _CPU = torch.device("cpu")
@@ -44,7 +45,7 @@ def build_stage_models(
     say: tells the user if the whole model is built instead, and why. Raises as `build_models`.
     """
     if job.spec.pipeline.size == 1:
-        return build_models(job, trust), None
+        return build_models(job, trust, choose_maker(job, world, say)), None
     maker = _Maker(job.spec, world, trust, say)
     return build_models(job, trust, maker.make), maker.complete
 

@@ -121,6 +121,16 @@ def test_a_stage_is_built_without_the_others(data: Any) -> None:
     assert 4 * max(sizes) < small["memory"]["host_at_start"] < model["host_at_start"]
 
 
+def test_at_stage_3_a_rank_builds_a_share_of_a_large_model(data: Any, plan: Any) -> None:
+    asked = ("--params", "70e9", "--host-memory", "1TiB", "launch.nproc=8", "zero_optimization.stage=3")
+    shares = data(*asked)
+    assert shares["memory"]["host_at_start"] == 2 * 35 * 10**9
+    assert shares["warnings"] == []
+    assert "65.2 GiB per rank: each rank builds its share of the model" in plan(*asked)[1]
+    groups = data(*asked, "zero_optimization.mics_shard_size=4")
+    assert groups["memory"]["host_at_start"] == 280 * 10**9
+
+
 def test_parameters_of_a_pipeline_cannot_be_offloaded(plan: Any) -> None:
     code, _, err = plan("+recipe=pipe_gpt", "zero_optimization.stage=3", "--offload", "param")
     assert code == 2

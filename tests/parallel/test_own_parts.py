@@ -11,8 +11,8 @@ import pytest
 import torch
 from torch import Tensor, nn
 
+from dsjob.parallel.own_parts import NotInPartsError, Sketch, list_without_values
 from dsjob.parallel.pipeline.calls import guess_owned
-from dsjob.parallel.pipeline.own_parts import NotInPartsError, Sketch, list_without_values
 
 
 class Block(nn.Module):
@@ -135,10 +135,10 @@ def differ(blocks: nn.ModuleList) -> None:
 @pytest.mark.parametrize(
     ("change", "reason"),
     [
-        (copy_first, "aten.copy_ reads parameters of other stages"),
-        (read_first, "aten.sum reads parameters of other stages"),
-        (read_as_numbers, "tolist reads parameters of other stages"),
-        (convert, "aten._to_copy reads parameters of other stages"),
+        (copy_first, "aten.copy_ reads parameters of other ranks"),
+        (read_first, "aten.sum reads parameters of other ranks"),
+        (read_as_numbers, "tolist reads parameters of other ranks"),
+        (convert, "aten._to_copy reads parameters of other ranks"),
         (differ, "builds something else on the meta device"),
     ],
 )

@@ -105,7 +105,7 @@ def test_a_stage_has_the_values_of_the_whole_model_however_it_is_built() -> None
         assert told[:4] == [[]] * 4
         assert told[4] == [f"{start}partition time measures all layers"]
         # The first stage needs nothing of others.
-        reads = f"{start}aten.copy_ reads parameters of other stages while the model is built"
+        reads = f"{start}aten.copy_ reads parameters of other ranks while the model is built"
         assert told[5] == ([reads] if rank else [])
 
 

@@ -126,6 +126,18 @@ class SimulatedNccl final : public c10d::Backend {
     return last;
   }
 
+  Inner scatter(Tensors& outputs, std::vector<Tensors>& inputs, const c10d::ScatterOptions& options) override {
+    std::vector<Tensors> given;
+    Tensors sent;
+    for (const auto& each : inputs) {
+      given.push_back(copy(each));
+      sent.insert(sent.end(), each.begin(), each.end());
+    }
+    auto results = make_like(outputs);
+    auto inner = gloo_->scatter(results, given, options);
+    return start(c10d::OpType::SCATTER, outputs, sent, results, inner);
+  }
+
   Inner _reduce_scatter_base(Tensor& output, Tensor& input, const c10d::ReduceScatterOptions& options) override {
     auto results = copy({input});
     c10d::AllreduceOptions summed;

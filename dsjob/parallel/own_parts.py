@@ -50,7 +50,7 @@ class Sketch:
             model = make()
         watched.release()
         if watched.reader:
-            raise NotInPartsError(f"{watched.reader} reads parameters of other stages while the model is built")
+            raise NotInPartsError(f"{watched.reader} reads parameters of other ranks while the model is built")
         if numbers.name(model) != self._names:
             raise NotInPartsError("its constructor builds something else on the meta device")
         if missing := sorted(list_without_values(model) & set(kept)):
