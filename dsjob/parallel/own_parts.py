@@ -48,6 +48,8 @@ class Sketch:
         )
         with _Numbers() as numbers, _Others(keys, numbers, limit) as watched, _PastOperators(watched):
             model = make()
+        if shared := watched.find_shared(model, kept):
+            raise NotInPartsError(f"{shared} has the memory of a parameter of another rank")
         watched.release()
         if watched.reader:
             raise NotInPartsError(f"{watched.reader} reads parameters of other ranks while the model is built")
@@ -157,6 +159,12 @@ class _Others(TorchDispatchMode):  # type: ignore[no-untyped-call]
         """The parameter that a tensor is, or is a view of; None if that is kept, or no parameter."""
         plain = tensor.device.type == "cpu" and type(tensor) in (Tensor, nn.Parameter)
         return self._others.get(address_of(tensor)) if plain else None
+
+    def find_shared(self, model: nn.Module, kept: Collection[str]) -> str:
+        """The name of a parameter that is kept, or of a buffer, whose memory was taken away with that of another
+        parameter; empty if there is none. Tensors share memory if one was made from the `data` of another."""
+        own = {name: parameter for name, parameter in model.named_parameters() if name in kept}
+        return next((n for n, each in {**own, **dict(model.named_buffers())}.items() if self.find(each)), "")
 
     def _touch(self, others: Sequence[_Other]) -> None:
         for other in others:

@@ -127,6 +127,14 @@ def convert(blocks: nn.ModuleList) -> None:
     blocks.to(torch.bfloat16)
 
 
+def share_memory(blocks: nn.ModuleList) -> None:
+    blocks[-1].a.weight = nn.Parameter(blocks[0].a.weight.data)
+
+
+def show_in_a_buffer(blocks: nn.ModuleList) -> None:
+    blocks[-1].register_buffer("shown", blocks[0].a.weight.data)
+
+
 def differ(blocks: nn.ModuleList) -> None:
     if not blocks[0].a.weight.is_meta:
         blocks[0].more = nn.Linear(2, 2)
@@ -139,6 +147,8 @@ def differ(blocks: nn.ModuleList) -> None:
         (read_first, "aten.sum reads parameters of other ranks"),
         (read_as_numbers, "tolist reads parameters of other ranks"),
         (convert, "aten._to_copy reads parameters of other ranks"),
+        (share_memory, "blocks.3.a.weight has the memory of a parameter of another rank"),
+        (show_in_a_buffer, "blocks.3.shown has the memory of a parameter of another rank"),
         (differ, "builds something else on the meta device"),
     ],
 )
