@@ -183,6 +183,7 @@ def _read_layout(spec: JobSpec, world_size: int, offload: Offload | None) -> Lay
         max_in_cpu=parameters.max_in_cpu if parameters else 0,
         pinned=moved_to.pin_memory if moved_to else True,
         stages=spec.pipeline.size,
+        most_stage=2 if str(spec.pipeline.schedule) == "zero-bubble" else 3,
         context=spec.context_parallel.size,
         tensor=spec.tensor_parallel.ranks,
         second=zero.zero_hpz_partition_size if zero.stage == 3 and zero.zero_hpz_partition_size > 1 else 0,

@@ -68,7 +68,7 @@ def sweep(job: Job) -> list[Row]:
     own = job.layout.micro_batch
     batches = sorted({1, max(own // 2, 1), own, 2 * own, 4 * own}) if job.activations is not None else [own]
     rows = []
-    for stage in range(4):
+    for stage in range(job.layout.most_stage + 1):
         # With offloaded parameters a device holds only the largest block. A bare parameter count has no blocks.
         offloads: tuple[Offload, ...] = ("none", "optimizer", *(("param",) if _may_offload_parameters(job) else ()))
         for offload in offloads:
@@ -102,7 +102,7 @@ def _list_remedies(job: Job, checkpointed: int | None, limit: int) -> Iterator[t
             yield f"trainer.micro_batch={batch}", smaller
             break
         batch //= 2
-    for stage in range(layout.stage + 1, 4):
+    for stage in range(layout.stage + 1, layout.most_stage + 1):
         higher = job.change(stage=stage)
         if layout.world_size > 1 and higher.memory().peak <= limit:
             yield f"zero_optimization.stage={stage}", higher
@@ -119,10 +119,10 @@ def _list_remedies(job: Job, checkpointed: int | None, limit: int) -> Iterator[t
             break
     ranks = 2 * layout.world_size
     while ranks <= _MOST_RANKS:
-        stage = layout.stage or 3
+        stage = layout.stage or layout.most_stage
         more = job.change(world_size=ranks, stage=stage)
         if more.memory().peak > limit:
-            more = job.change(world_size=ranks, stage=3)
+            more = job.change(world_size=ranks, stage=layout.most_stage)
         if more.memory().peak <= limit:
             yield f"{ranks * layout.model_ranks} ranks at zero_optimization.stage={more.layout.stage}", more
             break

@@ -117,7 +117,8 @@ class Layout:
     `pinned`: what is offloaded from GPUs is in page-locked memory.
 
     `world_size`: the data-parallel ranks. `stages`, `context`, `tensor`: the ranks along the other axes, which hold a
-    model together. `held`: the micro batches whose activations a stage of a pipeline holds at once.
+    model together. `held`: the micro batches whose activations a stage of a pipeline holds at once. `most_stage`: the
+    highest ZeRO stage that the pipeline's schedule allows.
     """
 
     stage: int
@@ -141,6 +142,7 @@ class Layout:
     context: int = 1
     tensor: int = 1
     held: int = 1
+    most_stage: int = 3
 
     @property
     def model_ranks(self) -> int:

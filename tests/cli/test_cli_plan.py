@@ -131,6 +131,14 @@ def test_at_stage_3_a_rank_builds_a_share_of_a_large_model(data: Any, plan: Any)
     assert groups["memory"]["host_at_start"] == 280 * 10**9
 
 
+def test_the_plan_of_a_pipeline_offers_what_validates(plan: Any, data: Any) -> None:
+    asked = ("+recipe=pipe_gpt", "launch.nproc=8", "--sweep-stages")
+    for schedule, stages in (("1f1b", {0, 1, 2, 3}), ("zero-bubble", {0, 1, 2})):
+        assert {row["stage"] for row in data(*asked, f"pipeline.schedule={schedule}")["sweep"]} == stages
+    assert " per rank: each rank builds its stage" in plan("+recipe=pipe_gpt")[1]
+    assert " per rank: each rank builds the whole model" in plan("+recipe=quickstart")[1]
+
+
 def test_parameters_of_a_pipeline_cannot_be_offloaded(plan: Any) -> None:
     code, _, err = plan("+recipe=pipe_gpt", "zero_optimization.stage=3", "--offload", "param")
     assert code == 2

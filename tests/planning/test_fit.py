@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
+
 from dsjob.planning.fit import Job, find_remedies, sweep
 from dsjob.planning.memory import predict_memory
 from dsjob.planning.model import Layout, Model, OptimizerState, Weight
@@ -44,6 +46,14 @@ def test_a_pipeline_is_not_told_to_offload_parameters() -> None:
         told.append("zero_optimization.offload_param.device=cpu" in find_remedies(job, limit))
         assert any(row.offload == "param" for row in sweep(job)) == (stages == 1)
     assert told == [True, False]
+
+
+def test_a_zero_bubble_schedule_is_not_told_to_shard_parameters() -> None:
+    """The rule zero-bubble-stage refuses it."""
+    job = Job(MODEL, replace(JOB.layout, stages=2, most_stage=2), JOB.state)
+    remedies = find_remedies(job, job.change(stage=3).memory().peak)
+    assert remedies == ["32 ranks at zero_optimization.stage=2"]
+    assert {row.stage for row in sweep(job)} == {0, 1, 2}
 
 
 def test_checkpointing_is_named_where_it_suffices() -> None:
