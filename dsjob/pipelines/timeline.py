@@ -74,7 +74,8 @@ def find_peer(instruction: PipeInstruction, rank: int, ranks: int, chunks: int) 
 
 
 def require_sound(streams: Sequence[Stream], chunks: int, micro_batches: int, name: str) -> None:
-    """Raises UsageError if a micro batch is not computed exactly once, and what `require_pairs` raises.
+    """Raises UsageError if a micro batch is not computed exactly once, or a stage computes with what it has not
+    received, and what `require_pairs` raises.
 
     streams: of all stages. name: of the schedule, for messages.
     """
@@ -89,7 +90,28 @@ def require_sound(streams: Sequence[Stream], chunks: int, micro_batches: int, na
                     f" for {micro_batches} micro batches",
                     hint="each stage takes every micro batch forward once, and in training backward once",
                 )
+            _require_received(streams, rank, chunk, chunks, {RecvActivation: forward, RecvGrad: backward}, name)
     require_pairs(streams, chunks, name)
+
+
+def _require_received(
+    streams: Sequence[Stream],
+    rank: int,
+    chunk: int,
+    chunks: int,
+    passes: Mapping[type[RecvActivation | RecvGrad], int],
+    name: str,
+) -> None:
+    """Raises UsageError if a stage does not receive a message for each of its passes. passes: by what they need."""
+    for kind, count in passes.items():
+        received = sum(type(each) is kind and each.chunk == chunk for each in streams[rank])
+        if received != count and find_peer(kind(0, chunk=chunk), rank, len(streams), chunks) is not None:
+            raise UsageError(
+                f"{name}: stage {rank} has {count} {'forward' if kind is RecvActivation else 'backward'} passes,"
+                f" but {received} {kind.__name__}",
+                hint="all stages but the first need a RecvActivation for each forward pass, and all but the last a"
+                " RecvGrad for each backward pass",
+            )
 
 
 def find_most_held(stream: Stream, sizes: Sequence[int]) -> int:

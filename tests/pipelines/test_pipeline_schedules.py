@@ -189,6 +189,13 @@ def test_schedules_that_cannot_run_are_refused() -> None:
         require_sound(streams, 1, 1, "Crossed")
     with pytest.raises(UsageError, match="stage 0 has 1 forward and 1 backward passes for 2 micro batches"):
         require_sound([flatten(Short(2, 1, 0))], 1, 2, "Short")
+    alone = [flatten(DataParallelSchedule(4, 2, stage)) for stage in range(2)]
+    with pytest.raises(UsageError, match="stage 0 has 4 backward passes, but 0 RecvGrad"):
+        require_sound(alone, 1, 4, "DataParallelSchedule")
+    forward = [[each for each in stream if isinstance(each, ForwardPass)] for stream in alone]
+    with pytest.raises(UsageError, match="stage 1 has 4 forward passes, but 0 RecvActivation"):
+        require_sound(forward, 1, 4, "Forward")
+    require_sound(alone[:1], 1, 4, "DataParallelSchedule")
     with pytest.raises(UsageError, match="5 micro batches do not divide into 2 rounds on 2 stages with 2 chunks"):
         SCHEDULES["interleaved"](5, 2, 0, 2)
     with pytest.raises(UsageError, match="stage 2 of 2"):
