@@ -38,7 +38,12 @@ def partition(
         return [number * count // stages for number in range(stages + 1)]
     if kind == "parameters":
         return balance(parameters, stages)
-    if kind == "time" and seconds is not None:
+    if kind == "time":
+        if seconds is None:
+            raise UsageError(
+                "pipeline partition time measures layers, but the model is not an nn.Sequential or dsjob.Layers",
+                hint="use parameters, uniform or type:REGEX",
+            )
         return balance(seconds, stages)
     if kind == "type" and pattern:
         try:

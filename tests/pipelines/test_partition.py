@@ -47,6 +47,7 @@ def test_mistakes() -> None:
         ("type:Conv", "no layer matches; their classes are Embedding, Block, Linear"),
         ("type:(", "missing \\)"),
         ("memory", "memory is unknown; use parameters, uniform"),
+        ("time", "the model is not an nn.Sequential or dsjob.Layers; use parameters, uniform or type:REGEX"),
     ):
         with pytest.raises(UsageError) as found:
             partition(method, 2, names=NAMES, parameters=SIZES)
