@@ -264,6 +264,8 @@ def _unknown_key(path: Path, key: str, known: list[str], schema: Schema) -> Prob
     exact = [home for home in exact if home != path]  # arguments of other types have the same path
     below = [home for home in exact if home[: len(path)] == path]
     hint = 'did you mean "type"?' if key == "name" and "type" in known else hints.explain_login(path, key)
+    if not hint and not below and path:
+        hint = suggest(key, known, least=0.9)  # stage for stages, although there is a stage elsewhere
     if not hint and len(below or exact) in (1, 2):
         hint = "it belongs " + " or ".join(
             f"under {'.'.join(home)}" if home else "at the top level" for home in below or exact

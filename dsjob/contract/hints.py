@@ -76,16 +76,17 @@ def _dotted(path: Path) -> str:
     return ".".join(map(str, path))
 
 
-def suggest(word: str, known: Sequence[str]) -> str:
-    """`did you mean "x"?` for the known word most similar to `word`; empty if none is similar."""
-    meant = find_similar(word, known)
+def suggest(word: str, known: Sequence[str], least: float = 0.6) -> str:
+    """`did you mean "x"?` for the known word most similar to `word`; empty if none is similar. least: see
+    `find_similar`."""
+    meant = find_similar(word, known, least)
     return f'did you mean "{meant}"?' if meant else ""
 
 
-def find_similar(word: str, known: Sequence[str]) -> str:
-    """The known word most similar to `word`; empty if none is similar."""
+def find_similar(word: str, known: Sequence[str], least: float = 0.6) -> str:
+    """The known word most similar to `word`; empty if none is similar. least: how similar, from 0 to 1 (equal)."""
     spelled = {name.lower(): name for name in reversed(known)}
-    near = difflib.get_close_matches(word.lower(), spelled, n=1, cutoff=0.6)
+    near = difflib.get_close_matches(word.lower(), spelled, n=1, cutoff=least)
     return spelled[near[0]] if near else ""
 
 

@@ -142,6 +142,8 @@ def test_each_mistake_is_said_once_and_in_words(path: str, sections: dict[str, A
         ({"optimizer": {"type": "Adam", "parms": {}}}, 'did you mean "params"?'),
         ({"optimizer": {"type": "Adam", "params": {"beta": [0, 0]}}}, 'did you mean "betas"?'),
         ({"deepspeed": {"gradient_clippin": 1}}, 'did you mean "gradient_clipping"?'),
+        ({"pipeline": {"stage": 2}}, 'did you mean "stages"?'),
+        ({"pipeline": {"max_steps": 2}}, "it belongs under trainer"),
         ({"max_steps": 5}, "it belongs under trainer"),
         ({"keep": 5}, "it belongs under checkpoint or under checkpoint.best"),
         ({"on_signal": True}, "it belongs under checkpoint"),
