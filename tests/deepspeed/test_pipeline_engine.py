@@ -233,6 +233,8 @@ def fail(world: World, how: str) -> tuple[str, str, float]:
     batches: Iterator[Any] = deal(engine.world, micro, 1, rows=micro * 4)
     if (how, rank) in {("data", 0), ("labels", 2), ("evaluated", 0)}:
         batches = iter(list(batches)[:2])
+    if (how, rank) == ("list", 0):
+        batches = list(batches)  # type: ignore[assignment]
     if how == "layer" and engine.stage_id == 1:
         engine.module.get_submodule("2").forward = lambda given: given[0].no_such_thing
     if how == "loss":
@@ -245,13 +247,14 @@ def fail(world: World, how: str) -> tuple[str, str, float]:
     return "", "", 0.0
 
 
-@pytest.mark.parametrize("how", ["data", "labels", "evaluated", "layer", "loss", "unequal", "more"])
-@pytest.mark.full("data", "evaluated", "more")
+@pytest.mark.parametrize("how", ["data", "labels", "list", "evaluated", "layer", "loss", "unequal", "more"])
+@pytest.mark.full("data", "list", "evaluated", "more")
 def test_a_stage_that_fails_is_named_on_all_stages(how: str) -> None:
     found = run_ranks(fail, 3, how)
     guilty, kind, told = {
         "data": (0, "EndOfDataError", "the data ended after 2 of 4 micro batches"),
         "labels": (2, "EndOfDataError", "the data ended after 2 of 4 micro batches"),
+        "list": (0, "DataError", "a pipeline reads an iterator, but the data are list"),
         "evaluated": (0, "EndOfDataError", "the data ended after 2 of 4 micro batches"),
         "layer": (1, "AttributeError", "no_such_thing"),
         "loss": (2, "UsageError", "the loss must be a scalar tensor"),
