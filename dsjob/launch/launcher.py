@@ -98,7 +98,7 @@ def telling_what_is_kept(run_dir: str, document: Mapping[str, Any]) -> Iterator[
         with suppress(DsjobError):  # the storage itself may have failed
             kept = list_commits(run_dir, document)
             if kept != commits or _read_progress(run_dir) != before:
-                print(f"dsjob: {_describe_kept(run_dir, kept, commits)}", file=sys.stderr)  # noqa: T201
+                print(f"dsjob: {_describe_kept(run_dir, document, kept, commits)}", file=sys.stderr)  # noqa: T201
                 _write_failure(run_dir, error)
             elif before is None and os.path.exists(os.path.join(run_dir, RESOLVED_NAME)):
                 _write_failure(run_dir, error)
@@ -123,9 +123,11 @@ def _read_progress(run_dir: str) -> tuple[int, int] | None:
     return None
 
 
-def _describe_kept(run_dir: str, commits: Sequence[str], before: Sequence[str]) -> str:
+def _describe_kept(run_dir: str, document: Mapping[str, Any], commits: Sequence[str], before: Sequence[str]) -> str:
     if not commits:
-        return f"nothing was saved in {run_dir}; set checkpoint.every=N to save every N steps"
+        every = (document.get("checkpoint") or {}).get("every")
+        hint = f"checkpoint.every is {every}" if every else "set checkpoint.every=N to save every N steps"
+        return f"nothing was saved in {run_dir}; {hint}"
     newest = max(commits, key=lambda name: (len(name), name)).removesuffix(".json")
     news = "nothing newer was saved; " if commits == before else ""
     return f"{news}the newest checkpoint is {newest}; to resume: dsjob run {run_dir}"

@@ -19,6 +19,9 @@ from jobs import dsjob, make_job
 from killed import Killable, wait_until
 from programs import DSJOB, clean_env, find_processes, run_program
 
+from dsjob.launch.launcher import telling_what_is_kept
+from dsjob.run_folder import METRICS_NAME
+
 pytestmark = pytest.mark.slow
 
 MODULE = """
@@ -333,3 +336,19 @@ def test_a_failure_after_the_first_step_leaves_its_traceback_and_result(
         result = json.loads((folder / "result.json").read_text())
         assert (result["status"], result["exit_code"]) == ("failed", 1)
         assert "ValueError: the key is ***" in result["error"]
+
+
+@pytest.mark.parametrize(
+    ("section", "told"), [({}, "set checkpoint.every=N to save every N steps"), ({"every": 9}, "checkpoint.every is 9")]
+)
+def test_what_was_not_saved_comes_with_the_interval(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str], section: dict[str, Any], told: str
+) -> None:
+    def train() -> None:
+        with telling_what_is_kept(str(tmp_path), {"checkpoint": section}):
+            (tmp_path / METRICS_NAME).write_text("{}\n")
+            raise ValueError("the data are wrong")
+
+    with pytest.raises(ValueError, match="the data are wrong"):
+        train()
+    assert f"nothing was saved in {tmp_path}; {told}\n" in capsys.readouterr().err
