@@ -56,7 +56,7 @@ def run_rank(handed: str, run_dir: str) -> int:
         position.doing = "ending"
         if os.environ.get(DEBUG_VARIABLE):
             traceback.print_exc()
-        failure = Failure.of(number, error)
+        failure = Failure.of(number, error, stage=position.stage)
         record_failure(folder, failure)
         return failure.exit_code
     record_success(folder, number)

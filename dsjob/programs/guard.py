@@ -24,7 +24,7 @@ from dsjob.programs.folder import conclude
 from dsjob.ranks.failures import Failure
 
 if TYPE_CHECKING:
-    from dsjob.ranks.watchdog import StoreBoard, Watchdog
+    from dsjob.ranks.watchdog import Position, StoreBoard, Watchdog
 
 _PERIOD = 0.25  # seconds between looks for a process group
 _MINUTES = "DEEPSPEED_TIMEOUT"  # of a collective, as in `init_distributed`
@@ -61,7 +61,8 @@ class Guard:
     def blame(self, error: BaseException, failure: Failure) -> Failure:
         """What to report for `error`, which has ended the program: `failure`, or, if that is known here, that another
         rank has caused it. The ranks of another launcher are told."""
-        _set_doing("ending")
+        position = _set_doing("ending")
+        failure = replace(failure, stage=position.stage) if position is not None else failure
         if self._board is None or self._watchdog is None:
             return failure
         if failure.follows:
@@ -125,10 +126,14 @@ class _AfterImport(MetaPathFinder):
         return found
 
 
-def _set_doing(what: str) -> None:
+def _set_doing(what: str) -> Position | None:
+    """Returns where this process is; None if nothing keeps track of it."""
     watchdog: Any = sys.modules.get("dsjob.ranks.watchdog")
-    if watchdog is not None:
-        watchdog.position.doing = what
+    if watchdog is None:
+        return None
+    watchdog.position.doing = what
+    found: Position = watchdog.position
+    return found
 
 
 guard: Guard | None = None  # of this process, if it is a rank

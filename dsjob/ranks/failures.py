@@ -38,6 +38,7 @@ from dsjob.ranks.stalls import (
     find_stalled,
     name_stage,
     parse_stack,
+    read_stages,
     show_stack,
 )
 from dsjob.trust.frames import describe_failure, find_path, find_place, hint_at_failure, list_frames, read_message
@@ -70,7 +71,7 @@ class Failure:
     time: nanoseconds since the epoch. follows: it is a consequence of another rank's failure. waited: it timed out
     waiting for another rank. kind: the class of `dsjob.errors`; for an error of user code, LaunchError. frames: of the
     main thread, innermost first. path: the place in the document that caused it, if any. problems: those of a
-    DocumentError.
+    DocumentError. stage: as in `Beat`; the rank's last beat may be older.
     """
 
     rank: int
@@ -84,9 +85,10 @@ class Failure:
     frames: list[str] = field(default_factory=list)
     path: list[str | int] = field(default_factory=list)
     problems: list[dict[str, Any]] = field(default_factory=list)
+    stage: int = -1
 
     @classmethod
-    def of(cls, rank: int, error: BaseException, hint: str = "") -> Failure:
+    def of(cls, rank: int, error: BaseException, hint: str = "", stage: int = -1) -> Failure:
         """The record of a rank that `error` ended. hint: for an error that does not come from dsjob."""
         known = (
             error
@@ -106,6 +108,7 @@ class Failure:
             frames=list_frames(error)[:40],
             path=list(find_path(error)),
             problems=[asdict(replace(each, message=mask(each.message), hint=mask(each.hint))) for each in problems],
+            stage=stage,
         )
 
     def to_error(self, *, names_rank: bool = True) -> DsjobError:
@@ -239,7 +242,8 @@ def blame(scene: Scene) -> DsjobError:
     The message does not name the rank if all ranks have failed alike, so that it is the one of a run on one rank.
     """
     error = _find_first(scene)
-    if (message := name_stage(error.message, scene.beats)) != error.message:
+    stages = read_stages(scene.beats) | {each.rank: each.stage for each in scene.failures if each.stage >= 0}
+    if (message := name_stage(error.message, stages)) != error.message:
         error.message = message
     return error
 

@@ -125,13 +125,17 @@ def describe_stall(
     return f"{stalled}{more}{at}; the other ranks waited for it", show_stack(first, frames)
 
 
-def name_stage(message: str, beats: Mapping[int, Beat]) -> str:
+def read_stages(beats: Mapping[int, Beat]) -> dict[int, int]:
+    """The stage of each rank in a pipeline; empty without one."""
+    return {rank: beat.stage for rank, beat in beats.items() if beat.stage >= 0}
+
+
+def name_stage(message: str, stages: Mapping[int, int]) -> str:
     """A message that begins with a rank, with the rank's stage if there is a pipeline."""
     found = re.match(r"rank (\d+)\b", message)
-    beat = beats.get(int(found[1])) if found else None
-    if found is None or beat is None or beat.stage < 0:
+    if found is None or int(found[1]) not in stages:
         return message
-    return f"{found[0]} (stage {beat.stage} of the pipeline){message[found.end() :]}"
+    return f"{found[0]} (stage {stages[int(found[1])]} of the pipeline){message[found.end() :]}"
 
 
 def describe_places(stacks: Mapping[int, Sequence[str]]) -> str:

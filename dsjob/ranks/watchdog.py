@@ -35,6 +35,7 @@ from dsjob.ranks.stalls import (
     name_stack,
     name_stage,
     read_posted,
+    read_stages,
 )
 from dsjob.torch_private import count_collectives, list_process_groups
 
@@ -207,7 +208,7 @@ def explain_stall(board: StoreBoard) -> str:
         return ""
     stacks = {stalled[0]: board.ask_for_stack(stalled[0], 2 * patience.TO_NOTICE + 2 * board.period)}
     message, stack = describe_stall(stalled, beats, (), stacks)
-    message = name_stage(message, beats)
+    message = name_stage(message, read_stages(beats))
     return f"{message}\n{stack}" if stack else message
 
 
@@ -305,9 +306,9 @@ def read_beat() -> Beat:
     if dist.is_initialized():
         for group in list_process_groups():
             try:
-                number = count_collectives(group)
-            except RuntimeError:  # a backend without sequence numbers, or a group that is being destroyed
+                number, everyone = count_collectives(group), dist.get_world_size()
+            except (RuntimeError, ValueError):  # no sequence numbers, or groups that the main thread is destroying
                 continue
             entered += number
-            joint += number if group.size() == dist.get_world_size() else 0
+            joint += number if group.size() == everyone else 0
     return Beat(position.step, position.micro_steps, entered, position.doing, time.time(), joint, position.stage)

@@ -125,6 +125,8 @@ def test_a_rank_is_named_with_its_stage_of_a_pipeline() -> None:
     stuck = blame(set_scene(size=4, beats=beats, stuck=True))
     assert str(stuck).startswith("rank 3 (stage 1 of the pipeline) has stalled in step 4 (training)")
     assert str(blame(set_scene(failures=[fail(1, 5)], beats=beats))).startswith("rank 1 (stage 0 of the pipeline): Val")
+    early = set_scene(failures=[fail(1, 5, stage=1)], beats={1: Beat(0, 0, 0, "training")})  # since its last beat
+    assert str(blame(early)).startswith("rank 1 (stage 1 of the pipeline): Val")
 
 
 @pytest.mark.parametrize("output", ["", "epoch 3\n"])

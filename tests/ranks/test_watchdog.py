@@ -11,12 +11,14 @@ from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
+import torch.distributed as dist
 from jobs import list_commits, make_job
 from programs import DSJOB, Program, clean_env, run_program
 from torch.distributed import HashStore
 
+from dsjob.ranks import watchdog
 from dsjob.ranks.stalls import Beat
-from dsjob.ranks.watchdog import StoreBoard
+from dsjob.ranks.watchdog import StoreBoard, read_beat
 
 pytestmark = pytest.mark.slow
 
@@ -173,3 +175,15 @@ def test_a_rank_that_waits_for_a_stack_gives_its_own() -> None:
     """Else a rank that all others wait for asks itself in vain, and leaves their questions open in the meantime."""
     board = StoreBoard(Counting(), 0, 2)
     assert any("in test_a_rank_that_waits_for_a_stack_gives_its_own" in frame for frame in board.ask_for_stack(0, 0.5))
+
+
+def test_a_beat_is_read_while_the_process_groups_are_destroyed(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A program may end at any time, and the thread reads beats until then."""
+    dist.init_process_group("gloo", store=HashStore(), rank=0, world_size=1)
+
+    def count(group: dist.ProcessGroup) -> int:
+        dist.destroy_process_group()
+        return 1
+
+    monkeypatch.setattr(watchdog, "count_collectives", count)
+    assert read_beat().collectives == 0
