@@ -90,25 +90,23 @@ def require_sound(streams: Sequence[Stream], chunks: int, micro_batches: int, na
                     f" for {micro_batches} micro batches",
                     hint="each stage takes every micro batch forward once, and in training backward once",
                 )
-            _require_received(streams, rank, chunk, chunks, {RecvActivation: forward, RecvGrad: backward}, name)
     require_pairs(streams, chunks, name)
+    for rank, stream in enumerate(streams):
+        for chunk in range(chunks):
+            _require_received(stream, (rank, chunk), (len(streams), chunks), name)
 
 
-def _require_received(
-    streams: Sequence[Stream],
-    rank: int,
-    chunk: int,
-    chunks: int,
-    passes: Mapping[type[RecvActivation | RecvGrad], int],
-    name: str,
-) -> None:
-    """Raises UsageError if a stage does not receive a message for each of its passes. passes: by what they need."""
-    for kind, count in passes.items():
-        received = sum(type(each) is kind and each.chunk == chunk for each in streams[rank])
-        if received != count and find_peer(kind(0, chunk=chunk), rank, len(streams), chunks) is not None:
+def _require_received(stream: Stream, place: tuple[int, int], size: tuple[int, int], name: str) -> None:
+    """Raises UsageError if a stage does not receive a message for each of its passes.
+
+    place: the rank and the chunk. size: the number of each.
+    """
+    counted = Counter(type(each) for each in stream if isinstance(each, BufferOpInstruction) and each.chunk == place[1])
+    forward, backward = counted[ForwardPass], counted[BackwardPass] + counted[BackwardInputPass]
+    for kind, passes, count in ((RecvActivation, "forward", forward), (RecvGrad, "backward", backward)):
+        if counted[kind] != count and find_peer(kind(0, chunk=place[1]), place[0], *size) is not None:
             raise UsageError(
-                f"{name}: stage {rank} has {count} {'forward' if kind is RecvActivation else 'backward'} passes,"
-                f" but {received} {kind.__name__}",
+                f"{name}: stage {place[0]} has {count} {passes} passes, but {counted[kind]} {kind.__name__}",
                 hint="all stages but the first need a RecvActivation for each forward pass, and all but the last a"
                 " RecvGrad for each backward pass",
             )
