@@ -85,7 +85,8 @@ def check_parts(job: dict[str, Any], world_size: int, ranks_from: str) -> list[P
     if world_size % parts == 0:
         return []
     told = f" ({ranks_from})" if ranks_from else ""
-    message = f"{world_size} rank{'s' * (world_size > 1)}{told} do not divide into groups of {parts}"
+    ranks, verb = ("ranks", "do") if world_size > 1 else ("rank", "does")
+    message = f"{world_size} {ranks}{told} {verb} not divide into groups of {parts}"
     hint = f"start {parts * max(1, world_size // parts)} ranks, or another multiple of {parts}"
     return [Problem(message, next(iter(read_sizes(job))), "model-ranks", hint)]
 

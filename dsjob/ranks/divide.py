@@ -31,7 +31,8 @@ def divide_axes(world: World, *, pipe: int = 1, context: int = 1, tensor: int = 
         return world
     if ranks % parts:
         raise UsageError(
-            f"{ranks} rank{'s' * (ranks > 1)} do not divide into groups of {parts}, which hold one model each",
+            f"{ranks} rank{'s do' if ranks > 1 else ' does'} not divide into groups of {parts}, which hold one"
+            " model each",
             hint=f"start {parts * max(1, ranks // parts)} ranks",
         )
     axes = Axes(pipe, 1, ranks // parts, context, tensor)

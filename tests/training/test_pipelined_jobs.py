@@ -236,6 +236,8 @@ def test_sizes_of_a_pipelined_job() -> None:
     assert (trainer["grad_accum"], trainer["micro_batch"], trainer["train_batch"]) == (4, 2, 16)
     (problem,) = find_problems(document, world_size=3)
     assert problem.message == "3 ranks do not divide into groups of 2"
+    (alone,) = find_problems(document, world_size=1)
+    assert alone.message == "1 rank does not divide into groups of 2"
     assert problem.dotted == "pipeline.stages"
 
 
