@@ -154,10 +154,16 @@ def _compile(op: Op, work: Path) -> None:
         check=False,
     )
     if done.returncode != 0:
-        lines = [line for line in done.stdout.splitlines() if line.strip()]
-        errors = [line for line in lines if "error:" in line]
-        shown = "\n  ".join((errors or lines)[-_SHOWN:])
+        shown = "\n  ".join(_find_errors(done.stdout))
         raise BuildError(f"cannot build {op.name}: the compiler failed:\n  {shown}")
+
+
+def _find_errors(output: str) -> list[str]:
+    """What a failed build says is wrong: the compilers' errors, or its last lines, without those of tracebacks."""
+    lines = [line for line in output.splitlines() if line.strip()]
+    errors = list(dict.fromkeys(line for line in lines if "error:" in line or "nvcc fatal" in line))
+    traceback = next((number for number, line in enumerate(lines) if line.startswith("Traceback ")), len(lines))
+    return (errors or lines[:traceback] + lines[max(traceback, len(lines) - 1) :])[-_SHOWN:]
 
 
 def _file_of(op: Op) -> str:

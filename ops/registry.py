@@ -57,7 +57,7 @@ _ALL = (
     Op(
         "onebit_cuda",
         "cuda",
-        "the same, for parameters on GPUs, once it has been built ahead",
+        "optimizer.type OneBitAdam, OneBitLamb and ZeroOneAdam, for parameters on GPUs, once it has been built ahead",
         "torch's operators",
         ("ONEBIT", "ONEBIT_CUDA"),
     ),

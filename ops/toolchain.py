@@ -47,13 +47,14 @@ def find_toolchain() -> Toolchain:
     nvcc_path = os.path.join(cpp_extension.CUDA_HOME, "bin", "nvcc") if cpp_extension.CUDA_HOME else "nvcc"
     version = _run([nvcc_path, "--version"])
     release = re.search(r"release (\d+\.\d+)", version)
+    wanted = os.environ.get("TORCH_CUDA_ARCH_LIST", "")
     return Toolchain(
         compiler,
         next((line for line in version.splitlines() if "release" in line), ""),
         torch.__version__,
         release[1] if release else "",
         torch.version.cuda or "",
-        os.environ.get("TORCH_CUDA_ARCH_LIST") or own_architectures(),
+        own_architectures() if wanted in ("", "native") else wanted,
         _find_headless(cpp_extension.CUDA_HOME),
     )
 
@@ -70,7 +71,9 @@ def find_problem(op: Op) -> str:
     """Why the op cannot be built here, and the remedy, in one line; empty if nothing is known to prevent it."""
     tools = find_toolchain()
     if not tools.compiler:
-        return "no C++ compiler was found: install g++ or clang++, or set CXX to one"
+        chosen = os.environ.get("CXX")
+        found = f"CXX is {chosen}, which cannot be run" if chosen else "no C++ compiler was found"
+        return f"{found}: install g++ or clang++, or set CXX to one"
     return _find_cuda_problem(tools) if op.device == "cuda" else ""
 
 
@@ -79,8 +82,10 @@ def _find_cuda_problem(tools: Toolchain) -> str:
     if not tools.torch_cuda:
         return "this torch was built without CUDA: install one with CUDA from pytorch.org"
     if not tools.nvcc:
+        home = cpp_extension.CUDA_HOME
+        found_there = f"{home} has no bin/nvcc that runs" if home else "no CUDA toolkit was found"
         return (
-            f"no CUDA toolkit was found: install version {tools.torch_cuda}, as torch has it, "
+            f"{found_there}: install CUDA {tools.torch_cuda}, as torch has it, "
             "and put its bin folder on PATH or set CUDA_HOME"
         )
     if tools.headless:
@@ -97,6 +102,21 @@ def _find_cuda_problem(tools: Toolchain) -> str:
             f"CUDA {tools.cuda} needs a g++ before version {limit}, but this is {found[1]}: "
             f"install g++-{limit - 1}, and set CXX=g++-{limit - 1} and CC=gcc-{limit - 1}"
         )
+    return _find_target_problem(tools.architectures)
+
+
+def _find_target_problem(architectures: str) -> str:
+    """torch itself would stop with an IndexError or a ValueError, in the middle of a build."""
+    allowed = 'such as "8.0;9.0"'
+    if not architectures:
+        return (
+            f"there is no GPU to build for: set TORCH_CUDA_ARCH_LIST to the GPUs of the machines that run it, {allowed}"
+        )
+    shape = r"\d+\.\d[af]?(\+PTX)?|[A-Z][a-z]+(\+[A-Z][a-z]+)?"  # a number, or a name such as Ampere
+    strange = [part for part in re.split(r"[; ]", architectures) if not re.fullmatch(shape, part)]
+    if strange:
+        found = f"TORCH_CUDA_ARCH_LIST is {architectures}, but {strange[0]!r} is no GPU architecture"
+        return f"{found}: set numbers, {allowed}"
     return ""
 
 

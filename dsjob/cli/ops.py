@@ -74,7 +74,7 @@ def _build(arguments: list[str]) -> int:
     )
     parser.add_argument("names", nargs="*", metavar="NAME", help="ops to build (default: all)")
     args = parser.parse_args(arguments)
-    from dsjob.ops.build import build
+    from dsjob.ops.build import build, find_built
     from dsjob.ops.registry import OPS, PLAIN
     from dsjob.ops.toolchain import find_problem
 
@@ -83,7 +83,13 @@ def _build(arguments: list[str]) -> int:
             raise UsageError(f"{name} is plain torch: there is nothing to build", hint=f"available: {', '.join(OPS)}")
         if name not in OPS:
             raise UsageError(f"unknown op {name!r}", hint=f"available: {', '.join(OPS)}")
-    for op in [OPS[name] for name in args.names] or [op for op in OPS.values() if not find_problem(op)]:
-        sys.stdout.write(f"{op.name}: {build(op)}\n")
+    chosen = [OPS[name] for name in args.names] or list(OPS.values())
+    problems: list[str] = []
+    for op in chosen:
+        problem = "" if args.names or find_built(op) else find_problem(op)
+        problems += [problem] if problem else []
+        sys.stdout.write(f"{op.name} is left out: {problem}\n" if problem else f"{op.name}: {build(op)}\n")
         sys.stdout.flush()
+    if len(problems) == len(chosen):
+        raise BuildError("no op can be built on this machine", hint=problems[0])
     return 0

@@ -118,5 +118,6 @@ def _agree(op: str, problem: str, wish: Wish, world: World, what: str) -> bool:
     if problem and wish == "require":
         raise BuildError(problem, hint=f"with ops.{op}=auto, dsjob uses {instead} instead")
     if problem and what and world.everyone.rank == 0:
-        warnings.warn(f"{instead} {what}: {problem.splitlines()[0]}", stacklevel=3)
+        reason = " ".join(line.strip() for line in problem.splitlines()[:2])  # with the compiler's first error
+        warnings.warn(f"{instead} {what}: {reason}", stacklevel=3)
     return not problem

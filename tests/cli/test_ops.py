@@ -50,9 +50,14 @@ def test_the_reason_is_shown(
     toolchain.find_toolchain.cache_clear()
     try:
         assert main(["ops"]) == 0
-        assert "cannot be built: no C++ compiler was found" in capsys.readouterr().out
+        reason = "CXX is a-compiler-that-does-not-exist, which cannot be run"
+        assert f"cannot be built: {reason}" in capsys.readouterr().out
         assert main(["ops", "build", "cpu_optimizers"]) == 1
         assert "install g++ or clang++, or set CXX" in capsys.readouterr().err
+        assert main(["ops", "build"]) == 1
+        out, err = capsys.readouterr()
+        assert f"cpu_optimizers is left out: {reason}" in out
+        assert f"no op can be built on this machine\n  {reason}" in err
         assert main(["ops", "build", "cpu_optimizer"]) == 2
         assert "available: cpu_optimizers" in capsys.readouterr().err
     finally:

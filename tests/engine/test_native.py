@@ -85,9 +85,12 @@ def test_kernels_unscale_divide_and_clip(precision: dict[str, Any], guards: bool
         torch.testing.assert_close(states[1][name], value, rtol=1e-5, atol=1e-6 if not precision else 1e-3)
 
 
+PROBLEM = "the C++ compiler failed:\n  a.cpp:1:1: error: first\n  a.cpp:2:1: error: second"
+
+
 def lack_on_one_rank(world: World, wish: str) -> tuple[bool, str, list[str]]:
     if world.everyone.rank == 1:
-        cpu_optimizers.find_problem = lambda: "no C++ compiler was found"
+        cpu_optimizers.find_problem = lambda: PROBLEM
     with warnings.catch_warnings(record=True) as caught:
         warnings.simplefilter("always")
         native.WORTHWHILE = 1
@@ -101,10 +104,10 @@ def lack_on_one_rank(world: World, wish: str) -> tuple[bool, str, list[str]]:
 @needs_compiler
 def test_replicas_use_the_kernels_only_if_all_have_them() -> None:
     """Else their weights would drift apart by rounding."""
-    told = "torch's operators step the optimizer on the host: no C++ compiler was found"
+    told = "torch's operators step the optimizer on the host: the C++ compiler failed: a.cpp:1:1: error: first"
     assert run_ranks(lack_on_one_rank, 2, "auto") == [(False, "", [told]), (False, "", [])]
     hint = "with ops.cpu_optimizers=auto, dsjob uses torch's operators instead"
-    assert run_ranks(lack_on_one_rank, 2, "require") == [(False, f"no C++ compiler was found\n  {hint}", [])] * 2
+    assert run_ranks(lack_on_one_rank, 2, "require") == [(False, f"{PROBLEM}\n  {hint}", [])] * 2
 
 
 def test_small_models_build_nothing(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:

@@ -122,6 +122,29 @@ def test_a_compiler_error_is_shown_and_leaves_nothing(tiny: Op, tmp_path: Path) 
     assert "undeclared" in loading.load("tiny")
 
 
+TRACEBACK = "Traceback (most recent call last):\n  File x\n"
+
+
+@pytest.mark.parametrize(
+    ("output", "shown"),
+    [
+        ("a.cpp:1:1: error: boom\nmore\na.cpp:1:1: error: boom\n", ["a.cpp:1:1: error: boom"]),
+        (
+            f"nvcc fatal   : Unsupported gpu architecture 'compute_99'\n{TRACEBACK}RuntimeError: failed",
+            ["nvcc fatal   : Unsupported gpu architecture 'compute_99'"],
+        ),
+        (
+            f"running\n{TRACEBACK}\n{TRACEBACK}ValueError: no",
+            ["running", "ValueError: no"],
+        ),
+        ("out of memory\n", ["out of memory"]),
+        ("", []),
+    ],
+)
+def test_a_failed_build_shows_what_is_wrong_without_tracebacks(output: str, shown: list[str]) -> None:
+    assert build._find_errors(output) == shown
+
+
 def test_a_folder_that_others_can_write_to_is_refused(
     tiny: Op, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:

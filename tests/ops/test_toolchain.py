@@ -30,7 +30,12 @@ CUDA = Op("kernel", "cuda", "tests", "nothing", ())
         ({"nvcc": "", "cuda": "", "torch_cuda": ""}, OPS["cpu_optimizers"], ""),
         ({"compiler": ""}, OPS["cpu_optimizers"], "no C++ compiler was found: install g++"),
         ({"torch_cuda": ""}, CUDA, "this torch was built without CUDA"),
-        ({"nvcc": "", "cuda": ""}, CUDA, "no CUDA toolkit was found: install version 13.0"),
+        ({"nvcc": "", "cuda": ""}, CUDA, "no CUDA toolkit was found: install CUDA 13.0"),
+        ({"architectures": ""}, CUDA, "there is no GPU to build for: set TORCH_CUDA_ARCH_LIST to the GPUs"),
+        ({"architectures": ""}, OPS["cpu_optimizers"], ""),
+        ({"architectures": "8.0;sm_90"}, CUDA, "TORCH_CUDA_ARCH_LIST is 8.0;sm_90, but 'sm_90' is no GPU arch"),
+        ({"architectures": "7.5 8.0;9.0a;10.0+PTX;12.0f"}, CUDA, ""),
+        ({"architectures": "Volta+Tegra;Hopper"}, CUDA, ""),
         ({"cuda": "12.4"}, CUDA, "nvcc is of CUDA 12.4, but torch was built with 13.0: set CUDA_HOME"),
         ({"headless": "/usr/local"}, CUDA, "/usr/local has nvcc, but not include/cuda_runtime.h: set CUDA_HOME"),
         ({"cuda": "13.2"}, CUDA, ""),  # minor versions work together
@@ -45,10 +50,21 @@ CUDA = Op("kernel", "cuda", "tests", "nothing", ())
 def test_each_problem_has_its_remedy(
     change: dict[str, str], op: Op, problem: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
+    monkeypatch.delenv("CXX", raising=False)
+    monkeypatch.setattr(toolchain.cpp_extension, "CUDA_HOME", None)
     monkeypatch.setattr(toolchain, "find_toolchain", lambda: replace(GOOD, **change))
     found = find_problem(op)
     assert found.startswith(problem)
     assert bool(found) is bool(problem)
+
+
+def test_a_problem_names_what_the_user_has_set(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("CXX", "g++-99")
+    monkeypatch.setattr(toolchain.cpp_extension, "CUDA_HOME", "/opt/cuda")
+    monkeypatch.setattr(toolchain, "find_toolchain", lambda: replace(GOOD, compiler=""))
+    assert find_problem(CUDA).startswith("CXX is g++-99, which cannot be run: install g++")
+    monkeypatch.setattr(toolchain, "find_toolchain", lambda: replace(GOOD, nvcc="", cuda=""))
+    assert find_problem(CUDA).startswith("/opt/cuda has no bin/nvcc that runs: install CUDA 13.0")
 
 
 def test_this_machine_is_described(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -57,6 +73,9 @@ def test_this_machine_is_described(monkeypatch: pytest.MonkeyPatch) -> None:
     found = toolchain.find_toolchain.__wrapped__()
     assert found.architectures == "8.0;9.0"
     assert found.compiler == ""
+    monkeypatch.setattr(toolchain, "own_architectures", lambda: "8.6")
+    monkeypatch.setenv("TORCH_CUDA_ARCH_LIST", "native")
+    assert toolchain.find_toolchain.__wrapped__().architectures == "8.6"
 
 
 def test_a_folder_above_nvcc_is_no_toolkit_without_headers(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
