@@ -10,6 +10,7 @@ On a CPU, they are the CPU time of one thread, so that other work on the machine
 from __future__ import annotations
 
 import argparse
+import copy
 import json
 import os
 import platform
@@ -50,6 +51,25 @@ def make_torchs(width: int, heads: int) -> nn.Module:
     """The same layer by torch, whose feed-forward part has a third dropout."""
     gelu = partial(nn.functional.gelu, approximate="tanh")
     return nn.TransformerEncoderLayer(width, heads, 4 * width, DROPOUT, gelu, batch_first=True)
+
+
+class Bert(nn.Module):
+    """The same layer by transformers."""
+
+    def __init__(self, width: int, heads: int) -> None:
+        from transformers import BertConfig
+        from transformers.models.bert.modeling_bert import BertLayer
+
+        super().__init__()
+        options: dict[str, Any] = {"hidden_size": width, "num_attention_heads": heads, "intermediate_size": 4 * width}
+        options |= {"hidden_act": "gelu_pytorch_tanh", "attn_implementation": "sdpa"}
+        layer: Any = BertLayer  # whose constructor has no types
+        self.layer = layer(BertConfig(**options))
+
+    def forward(self, x: Tensor) -> Tensor:
+        found: Any = self.layer(x)
+        output: Tensor = found[0] if isinstance(found, tuple) else found  # as the version of transformers has it
+        return output
 
 
 SIDES: dict[str, Callable[[int, int], nn.Module]] = {
@@ -110,9 +130,9 @@ def compare(shape: str, dtype: str, device: str, rounds: int) -> dict[str, Any]:
 
 
 def compare_kernels(shape: str, device: str, clock: Callable[[Callable[[], object]], float]) -> dict[str, Any]:
-    """Milliseconds of a forward and a backward pass in bf16, with and without fused kernels, and by torch's layer.
-
-    The matrix products of a pass need `flops` operations. On a CPU no side uses the kernels.
+    """Milliseconds of a forward and a backward pass in bf16, with and without fused kernels, and by the layers of torch
+    and transformers, on a GPU also compiled. The matrix products of a pass need `flops` operations. On a CPU no side
+    uses the kernels.
     """
     batch, tokens, width, heads = map(int, shape.split("x"))
     kind: dict[str, Any] = {"dtype": torch.bfloat16, "device": device}
@@ -120,14 +140,20 @@ def compare_kernels(shape: str, device: str, clock: Callable[[Callable[[], objec
     sides |= {
         "fused, all three": make_ours(width, heads, SAVINGS),
         "nn.TransformerEncoderLayer": make_torchs(width, heads),
+        "transformers' BertLayer": Bert(width, heads),
     }
+    if device != "cpu":  # there, compiling would take longer than everything else
+        others = [side for side in sides if not side.startswith("fused")]
+        sides |= {f"{side}, compiled": copy.deepcopy(sides[side]) for side in others}
     x = torch.randn(batch, tokens, width, **kind, requires_grad=True)
     found = {}
     layer: Any
     for side, layer in sides.items():
         layer.to(**kind)
-        if not side.startswith("nn."):
+        if isinstance(layer, DeepSpeedTransformerLayer):
             layer.native = side.startswith("fused") and device != "cpu"
+        if side.endswith("compiled"):
+            layer.compile()
         found[side] = 1e3 * clock(lambda layer=layer: torch.autograd.backward(layer(x).sum()))  # type: ignore[misc]
     flops = 3 * (24.0 * batch * tokens * width**2 + 4.0 * batch * tokens**2 * width)
     return {"shape": shape, "ms": found, "flops": flops}

@@ -38,3 +38,5 @@ def test_every_section_runs(tmp_path: Path) -> None:
     assert list(sections) == SECTIONS
     assert all(rows and not any("failed" in row for row in rows) for rows in sections.values()), sections
     assert all(row["same"] for row in sections["races"])
+    rivals = {"torch's operators", "nn.TransformerEncoderLayer", "transformers' BertLayer"}
+    assert all(rivals <= row["ms"].keys() for row in sections["layers"])
