@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import time
+from collections.abc import Callable
 from functools import cache, partial
 from typing import Any
 
@@ -149,12 +150,21 @@ def test_an_overflow_on_one_stage_skips_the_step_on_all() -> None:
     assert first[:2] == [1, 8.0]
 
 
+def catch(call: Callable[[], Any]) -> Exception | None:
+    try:
+        call()
+    except AttributeError as error:
+        return error
+    return None
+
+
 def look_at_layers(world: World) -> dict[str, Any]:
     engine = make_engine(world, 2, layers=list_specs(6), partition_method="uniform")
     return {
         "names": sorted({name.split(".")[0] for name, _ in engine.module.named_parameters()}),
         "parts": engine.module.parts,
         "path": engine.module.ckpt_layer_path("folder", 1),
+        "absent": str(catch(lambda: engine.module.save_state_dict("folder"))),
         "topology": isinstance(engine.module.topology(), PipeDataParallelTopology),
     }
 
@@ -165,6 +175,7 @@ def test_a_rank_builds_only_its_own_layers() -> None:
     assert first["parts"] == last["parts"] == [0, 4, 8]
     assert (first["path"], last["path"]) == ("folder/layer_01-model_states.pt", "folder/layer_05-model_states.pt")
     assert first["topology"]
+    assert "has no save_state_dict: call engine.save_checkpoint(folder)" in first["absent"]
 
 
 def refuse(world: World) -> list[str]:

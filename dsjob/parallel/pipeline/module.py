@@ -6,7 +6,7 @@ import dataclasses
 import os
 from collections.abc import Callable, Iterable, Sequence
 from functools import partial
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from torch import Tensor, nn
 
@@ -23,6 +23,13 @@ from dsjob.ranks.divide import divide_by
 from dsjob.ranks.mesh import World, join_world
 from dsjob.ranks.seeding import seed_rng
 from dsjob.ranks.topology import PipeDataParallelTopology, ProcessTopology
+
+# What DeepSpeed's PipelineModule has and this one does not: what to do instead.
+_ABSENT = {
+    "allreduce_tied_weight_gradients": "leave it out: train_batch() adds up the gradients of tied layers",
+    "save_state_dict": "call engine.save_checkpoint(folder); `dsjob convert` writes plain weights from it",
+    "load_state_dir": "call engine.load_checkpoint(folder)",
+}
 
 
 class PipelineModule(nn.Module):
@@ -129,6 +136,13 @@ class PipelineModule(nn.Module):
     def set_checkpoint_interval(self, interval: int) -> None:
         """Recomputes activations in groups of so many layers from now on; 0 keeps all."""
         self._layers.interval = interval
+
+    if not TYPE_CHECKING:
+
+        def __getattr__(self, name: str) -> Any:
+            if name in _ABSENT:
+                raise AttributeError(f"dsjob's PipelineModule has no {name}: {_ABSENT[name]}")
+            return super().__getattr__(name)
 
     def num_pipeline_stages(self) -> int:
         """The number of stages."""
