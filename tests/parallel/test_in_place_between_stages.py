@@ -89,3 +89,17 @@ def test_changes_in_place_between_blocks_are_made_once(change: Callable[[Tensor,
             found = sum((p.grad for p in here if p is not None and p.grad is not None), torch.zeros_like(parameter))
             expected = torch.zeros_like(parameter) if parameter.grad is None else parameter.grad
             assert torch.allclose(found, expected, atol=1e-5), name
+
+
+class Scaled(Net):
+    """Changes its input in place."""
+
+    def forward(self, x: Tensor) -> Tensor:
+        x *= 2
+        return super().forward(x)
+
+
+def test_a_batch_that_a_model_was_traced_with_is_as_before() -> None:
+    x = torch.ones(3, 4)
+    trace(Scaled(leave), (x,), {})
+    assert torch.equal(x, torch.ones(3, 4))

@@ -31,6 +31,7 @@ from dsjob.torch_private import (
     count_changes,
     tree_flatten,
     tree_leaves,
+    tree_map_only,
     tree_unflatten,
 )
 
@@ -98,6 +99,7 @@ def trace(model: nn.Module, args: Sequence[Any], kwargs: Mapping[str, Any]) -> T
 
     Raises ContractError if a unit cannot compute without values.
     """
+    args, kwargs = tree_map_only(Tensor, torch.clone, (tuple(args), dict(kwargs)))  # the model may change them in place
     tracer = _Tracer(model)
     with tracer.replacing_units(), torch.no_grad(), torch.random.fork_rng([]), tracer:
         outputs = model(*args, **kwargs)
