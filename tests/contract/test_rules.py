@@ -277,6 +277,18 @@ JOBS: list[tuple[str, dict[str, Any], str, dict[str, Any]]] = [
         {"pipeline": {"stages": 4, "schedule": "zero-bubble"}, **zero(2)},
     ),
     (
+        "pipeline-partition",
+        {"pipeline": {"stages": 4, "partition": "typ:Block"}},
+        "pipeline.partition",
+        {"pipeline": {"stages": 4, "partition": "TYPE:Block"}},
+    ),
+    (
+        "pipeline-partition",
+        {"pipeline": {"stages": 4, "partition": "type:(Block"}},
+        "pipeline.partition",
+        {"pipeline": {"stages": 4, "partition": "Uniform"}},
+    ),
+    (
         "pipeline-chunks",
         {"pipeline": {"stages": 4, "schedule": "interleaved"}},
         "pipeline.schedule",

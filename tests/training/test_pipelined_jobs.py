@@ -63,6 +63,7 @@ LISTED: dict[str, Any] = {
 }
 
 
+DOUBLING: dict[str, Any] = {**LAYERS, "model": {"_target_": "pipelined_models.Doubling"}}
 ONE_LOSS: dict[str, Any] = {**LAYERS, "losses": {"ce": {"_target_": "torch.nn.CrossEntropyLoss"}}}
 
 
@@ -71,7 +72,9 @@ def make_document(kind: str, folder: str, **sections: Any) -> dict[str, Any]:
         "train": {"_target_": "pipelined_models.Tokens"},
         "eval": {"_target_": "pipelined_models.Tokens", "length": 13, "seed": 1},
     }
-    own: dict[str, Any] = {"layers": LAYERS, "listed": LISTED, "one loss": ONE_LOSS}.get(kind) or {
+    own: dict[str, Any] = {"layers": LAYERS, "listed": LISTED, "one loss": ONE_LOSS, "doubling": DOUBLING}.get(
+        kind
+    ) or {
         "model": {"_target_": f"pipelined_models.build_{kind}"},
         "data": data,
     }
@@ -132,6 +135,7 @@ CASES: list[Case] = [
     (2, "layers", {"pipeline": {"stages": 2}}),
     (2, "listed", {"pipeline": {"stages": 2, "partition": "uniform"}}),
     (2, "gpt2", {"pipeline": {"stages": 2}}),
+    (2, "doubling", {"pipeline": {"stages": 2, "schedule": "interleaved", "chunks": 2}}),
     (
         4,
         "one loss",
@@ -167,7 +171,7 @@ MORE: list[Case] = [
 @pytest.mark.parametrize(
     ("ranks", "kind", "sections"), [*CASES, *(pytest.param(*case, marks=pytest.mark.full) for case in MORE)]
 )
-@pytest.mark.full("4-one loss-sections3", "2-listed-sections1")
+@pytest.mark.full("4-one loss-sections4", "2-listed-sections1")
 def test_a_pipelined_job_gives_the_numbers_of_one_process(
     ranks: int, kind: str, sections: dict[str, Any], tmp_path: Path
 ) -> None:
@@ -213,7 +217,6 @@ def test_models_that_cannot_be_divided(tmp_path: Path) -> None:
         document("Recurrent"),
         document("Crossing"),
         document("build_layers", partition="type:Conv"),
-        document("build_layers", partition="memory"),
     ]
     for said in run_ranks(fail, 2, documents):
         expected = [
@@ -223,7 +226,6 @@ def test_models_that_cannot_be_divided(tmp_path: Path) -> None:
                 "cannot be divided into pipeline stages by itself: it calls last.1 before a layer that it has in",
             ),
             ("pipeline.partition", "pipeline partition type:Conv: no layer matches"),
-            ("pipeline.partition", "pipeline partition memory is unknown"),
         ]
         for text, (place, told) in zip(said, expected, strict=True):
             assert text.startswith(place)

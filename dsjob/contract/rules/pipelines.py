@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
+import re
 from collections.abc import Iterator
 
 from dsjob.contract.rules.table import Document, Finding, enter, is_driven, read, read_offload, read_stage
 
+_PARTITIONS = ("best", "parameters", "time", "uniform")
 _CHUNKED = ("interleaved", "zero-bubble")
 
 
@@ -25,6 +27,21 @@ def _zero_bubble(document: Document) -> Iterator[Finding]:
             "zero-bubble needs ZeRO stage 0, 1 or 2, but the stage is 3",
             "use 1f1b or interleaved",
         )
+
+
+@enter("pipeline-partition")
+def _partition(document: Document) -> Iterator[Finding]:
+    """Layers are divided evenly by their trained parameters, by their number, by the number of those whose class
+    matches a regular expression, or by the time that each takes."""
+    method = str(read(document, "pipeline.partition", "best"))
+    kind, _, pattern = method.partition(":")
+    if kind.lower() == "type" and pattern:
+        try:
+            re.compile(pattern)
+        except re.error as error:
+            yield "pipeline.partition", f"{pattern} is not a regular expression: {error}", "for example type:Block"
+    elif method.lower() not in _PARTITIONS:
+        yield "pipeline.partition", f"{method} is unknown", "use parameters, uniform, type:REGEX or time"
 
 
 @enter("pipeline-chunks")

@@ -26,6 +26,7 @@ from dsjob.ranks.divide import join_along
 from dsjob.ranks.mesh import Ranks, World
 from dsjob.ranks.mpu import mark_tied
 from dsjob.ranks.watchdog import position
+from dsjob.torch_private import tree_map_only
 
 MakeSchedule = Callable[[int, int, int], PipeSchedule]  # (micro batches, stages, stage) -> its instructions
 Steps = list[list[PipeInstruction]]
@@ -137,6 +138,8 @@ class StagePasses:
             begins = first and chunk == 0
             own = {} if begins else {"pipe_received": Received(inputs.received)}
             args, kwargs = (inputs.args, inputs.kwargs) if begins or takes_batch else ((), {})
+            if takes_batch and chunk < self.stage.chunks - 1:  # the next chunk gets it as it was
+                args, kwargs = tree_map_only(Tensor, torch.clone, (args, kwargs))
             return strategy.compute(*args, **kwargs, **own, pipe_chunk=chunk)
 
         return compute
