@@ -22,6 +22,7 @@ from dsjob.parallel.own_parts import NotInPartsError, Sketch, list_without_value
 from dsjob.parallel.pipeline.calls import guess_owned
 from dsjob.parallel.pipeline.layers import count_parameters, list_layers
 from dsjob.pipelines.partition import partition
+from dsjob.ranks.agreement import all_gather
 from dsjob.ranks.heap import returning_memory
 from dsjob.ranks.mesh import Ranks, World
 from dsjob.ranks.seeding import seed_rng
@@ -79,8 +80,8 @@ class _Maker:
     def complete(self, needed: set[str]) -> nn.Module:
         """The model with values for all of `needed`: another object, if it was built without some of them."""
         missing = list_without_values(self._model) & needed
-        if missing:
-            assert self._sketch is not None
+        # Together with the other ranks: the constructor may call collectives.
+        if any(all_gather(self._world.everyone, bool(missing))) and self._sketch is not None:
             trained = {name: parameter.requires_grad for name, parameter in self._model.named_parameters()}
             with keep_rng(_CPU):
                 self._model = self._build_kept(needed)
@@ -91,11 +92,16 @@ class _Maker:
     def _build_kept(self, kept: set[str]) -> nn.Module:
         assert self._sketch is not None
         seed_rng(self._spec.trainer.seed)
+        model, problem = None, ""
         try:
             with returning_memory(keeps=self._world.device.type == "cpu"):
-                return self._sketch.build(self._build, kept)
+                model = self._sketch.build(self._build, kept)
         except NotInPartsError as error:
-            self._say("note", f"{_WHOLE}{error}")
+            problem = str(error)
+        problems = [each for each in all_gather(self._world.everyone, problem) if each]
+        if model is not None and not problems:
+            return model
+        self._say("note", f"{_WHOLE}{problems[0]}")
         seed_rng(self._spec.trainer.seed)
         return self._build()
 
