@@ -46,10 +46,12 @@ def open_cache() -> Path:
     """
     chosen = os.environ.get("DSJOB_OPS_DIR")
     try:
-        default = Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache") / "dsjob" / "ops"
+        caches = os.environ.get("XDG_CACHE_HOME") or "~/.cache"
+        folder = Path(chosen or f"{caches}/dsjob/ops").expanduser()
     except RuntimeError as error:  # a container's user without a name, and without HOME
-        raise BuildError("this user has no home folder for built ops", hint="name one with DSJOB_OPS_DIR") from error
-    folder = Path(chosen) if chosen else default
+        raise BuildError(
+            "this user has no home folder for built ops", hint="name one with DSJOB_OPS_DIR=/path"
+        ) from error
     try:
         folder.mkdir(mode=0o700, parents=True, exist_ok=True)
         folder = folder.resolve()

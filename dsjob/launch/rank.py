@@ -8,6 +8,7 @@ import os
 import signal
 import sys
 import traceback
+import warnings
 from collections.abc import Sequence
 from os import _exit  # the real one, which `exits` replaces
 from typing import NoReturn
@@ -30,6 +31,7 @@ def run_rank(handed: str, run_dir: str) -> int:
     """Trains the job that the launcher has written to the file `handed`. Records a failure. Returns the exit code."""
     # Outside training, SIGINT kills the rank at once: it may be in a collective, where Python handlers cannot run.
     signal.signal(signal.SIGINT, signal.SIG_DFL)
+    shorten_warnings()
     end_with_parent(int(os.environ[LAUNCHER_VARIABLE]))
     from dsjob.launch.joining import join
     from dsjob.ranks.mesh import leave_world
@@ -61,6 +63,20 @@ def run_rank(handed: str, run_dir: str) -> int:
         return failure.exit_code
     record_success(folder, number)
     return 0
+
+
+def shorten_warnings() -> None:
+    """Prints warnings of dsjob's own code in one line. Python would add a line of that code."""
+    usual, home = warnings.formatwarning, os.path.dirname(os.path.dirname(__file__)) + os.sep
+
+    def form(
+        message: Warning | str, category: type[Warning], filename: str, lineno: int, line: str | None = None
+    ) -> str:
+        if filename.startswith(home):
+            return f"dsjob: warning: {message}\n"
+        return usual(message, category, filename, lineno, line)
+
+    warnings.formatwarning = form
 
 
 def show_crashes() -> None:

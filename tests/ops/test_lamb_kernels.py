@@ -92,7 +92,6 @@ def test_the_kernels_compute_lamb_on_a_cpu(inside: bool, host: ctypes.CDLL) -> N
 
 
 @pytest.mark.parametrize("architecture", ["80", "90"])
-@pytest.mark.full("90")
 def test_nvcc_compiles_the_kernels(tmp_path: Path, architecture: str) -> None:
     if lacking := lacks_commands("nvcc"):
         pytest.skip(str(lacking))

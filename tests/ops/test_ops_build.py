@@ -163,13 +163,16 @@ def test_a_folder_that_others_can_write_to_is_refused(
     for name in ("DSJOB_OPS_DIR", "XDG_CACHE_HOME"):
         monkeypatch.delenv(name, raising=False)
 
-    def lack() -> Path:
+    def lack(self: Path) -> Path:
         raise RuntimeError("Could not determine home directory.")
 
     with monkeypatch.context() as nameless:
-        nameless.setattr(build.Path, "home", lack)
+        nameless.setattr(build.Path, "expanduser", lack)
         with pytest.raises(BuildError, match="this user has no home folder"):
             build.open_cache()
+    monkeypatch.setenv("HOME", str(tmp_path))
+    monkeypatch.setenv("DSJOB_OPS_DIR", "~/own")
+    assert build.open_cache() == tmp_path / "own"
     (tmp_path / "file").write_text("")
     monkeypatch.setenv("DSJOB_OPS_DIR", str(tmp_path / "file" / "cache"))
     with pytest.raises(BuildError, match="cannot create the folder of built ops"):
