@@ -35,6 +35,7 @@ from dsjob.deepspeed.runtime.pipe.schedule import (
 )
 from dsjob.deepspeed.runtime.pipe.topology import PipelineParallelGrid, PipeModelDataParallelTopology
 from dsjob.errors import DataError, LostRankError, UsageError
+from dsjob.parallel.pipeline import messages
 from dsjob.ranks.mesh import World
 
 
@@ -226,6 +227,7 @@ def test_calls_of_a_pipeline_engine() -> None:
 
 def fail(world: World, how: str) -> tuple[str, str, float]:
     """How each of three stages learns that something is wrong on one of them."""
+    messages.PATIENCE = 0.5
     rank = world.everyone.rank
     micro = {"unequal": 4 if rank == 0 else 3, "more": 4 if rank == 2 else 3}.get(how, 4)
     config = {"train_batch_size": micro * 4}
@@ -272,6 +274,7 @@ def test_a_stage_that_fails_is_named_on_all_stages(how: str) -> None:
 
 
 def end_on_both(world: World) -> tuple[str, set[str]]:
+    messages.PATIENCE = 0.5
     before = set(threading.enumerate())
     engine = make_engine(world, 2, micro=4, config={"train_batch_size": 16})
     with pytest.raises(EndOfDataError) as told:

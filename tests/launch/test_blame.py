@@ -120,9 +120,9 @@ STALLS = [
 ]
 
 
-@pytest.fixture(scope="module")
+@pytest.fixture(scope="module", autouse=True)  # before the first test: they wait for most of their time
 def stalling(tmp_path_factory: pytest.TempPathFactory) -> Iterator[dict[tuple[int, str], tuple[Killable, Path]]]:
-    """Jobs that stall, all at once: they wait for most of their time."""
+    """Jobs that stall, all at once."""
     with ExitStack() as running:
         jobs = {}
         for rank, end, _ in STALLS:

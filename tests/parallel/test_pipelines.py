@@ -17,6 +17,7 @@ from simulated_cuda.build import build, find_obstacle
 from dsjob.deepspeed.pipe import PipeDataParallelTopology, ProcessTopology
 from dsjob.deepspeed.runtime.pipe.schedule import TrainSchedule
 from dsjob.errors import LostRankError, UsageError
+from dsjob.parallel.pipeline import messages
 from dsjob.pipelines.orders import SCHEDULES
 from dsjob.ranks.mesh import World, abandon_world
 
@@ -266,6 +267,7 @@ def test_what_has_arrived_is_not_kept_on_a_gpu() -> None:
 
 def leave(world: World) -> tuple[str, float]:
     """The second of three stages closes its connections between two steps, as the system does when it is killed."""
+    messages.PATIENCE = 0.5
     engine = make_engine(world, 3)
     batches = deal(engine.world, engine.micro_batches, 2)
     engine.train_batch(batches)

@@ -15,7 +15,7 @@ from side_by_side import Engine, compare, run_on
 
 SAVED = "classify, stage 3, saving"
 CONFIGURED = "config file, stage 3, config and config"
-NORMAL = [SAVED, CONFIGURED, "two models, both, stages 2 and 3"]
+NORMAL = [SAVED, CONFIGURED]
 ENGINES: tuple[Engine, Engine] = ("dsjob", "deepspeed")
 
 

@@ -68,7 +68,7 @@ CASES: list[Any] = [
     pytest.param(4, "llama", GREEDY, FOUR, marks=pytest.mark.full),
     pytest.param(2, "gpt2", BEAMS, TWO, marks=pytest.mark.full),
     pytest.param(4, "gpt2", GREEDY, TWO, marks=pytest.mark.full),
-    (4, "llama", ENDING, {**TWO, "zero_optimization": {"stage": 3}}),
+    pytest.param(4, "llama", ENDING, {**TWO, "zero_optimization": {"stage": 3}}, marks=pytest.mark.full),
     pytest.param(4, "llama", {**ENDING, **BEAMS}, {**TWO, "zero_optimization": {"stage": 1}}, marks=pytest.mark.full),
     pytest.param(4, "llama", SAMPLED, {**TWO, "tensor_parallel": {"size": 2, "plan": "auto"}}, marks=pytest.mark.full),
     pytest.param(

@@ -105,6 +105,7 @@ def train(world: World, documents: list[dict[str, Any]]) -> None:
         run(world, [document])
 
 
+@pytest.mark.full
 def test_a_job_trains_and_saves_the_same_bits(tmp_path: Path) -> None:
     model = {"_target_": "pipelined_models.build_layers", "drop": 0.2}
     folders = tmp_path / "whole", tmp_path / "shares"

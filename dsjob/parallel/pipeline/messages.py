@@ -39,7 +39,7 @@ from dsjob.torch_private import tree_flatten, tree_unflatten
 _FAILED = -1  # in place of the number of micro batches: the sender has failed
 _UNSEEN = -1  # the last element of a header that has not arrived
 _HEADER, _LAYOUT, _TENSOR, _ON_HOST = range(4)  # kinds of transfers, which have different tags
-_PATIENCE = 2.0  # seconds for neighbours to receive the news of a failure
+PATIENCE = 2.0  # seconds for neighbours to receive the news of a failure
 _made = count()  # all ranks create the mail of their engines in the same order
 _TAGS = 1 << 12  # of each
 
@@ -245,7 +245,7 @@ class Mail:
                 self._send_header(edge, [_FAILED, self._pipe.rank, len(blob), 0], blob)
         # gloo's own thread sends, as soon as the neighbours receive. Its `wait` closes the connection when its time is
         # up, and a thread that still waits when the interpreter exits can abort the process.
-        time.sleep(_PATIENCE)
+        time.sleep(PATIENCE)
 
     def _naming(self, peer: int) -> _Naming:
         return _Naming(self, peer)
