@@ -330,6 +330,7 @@ def test_torch_is_not_imported() -> None:
 
 @pytest.mark.slow
 @pytest.mark.parametrize("given", [["--to", "fp32"], ["--to", "bf16"], ["--to", "fp32", "--format", "torch"]], ids=str)
+@pytest.mark.full("['--to', 'bf16']", "['--to', 'fp32', '--format', 'torch']")
 def test_memory_does_not_grow_with_the_model(tmp_path: Path, given: list[str]) -> None:
     save_sparse(tmp_path / "c", "F32", (60_000, 1000), rows((60_000, 1000), 2))
     code = (

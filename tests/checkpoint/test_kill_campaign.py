@@ -331,7 +331,7 @@ CASES = [
 
 @pytest.mark.slow
 @pytest.mark.parametrize(("cell", "seed", "kills"), CASES)
-@pytest.mark.full("1-s3-sync", "2-file-sync")
+@pytest.mark.full("1-s3-sync", "1-file-async", "2-file-sync")
 def test_what_is_killed_goes_on_from_what_it_has_saved_and_ends_as_if_it_had_not_been(
     tmp_path: Path,
     cell: Cell,

@@ -87,7 +87,7 @@ def require_exact(
 
 
 @pytest.mark.parametrize(("number", "accumulation", "schedule"), [(i, *case) for i, case in enumerate(CASES)])
-@pytest.mark.full("1-1-WarmupCosineLR", "4-3-WarmupCosineLR", "0-1-WarmupLR", "5-3-OneCycle")
+@pytest.mark.full("1-1-WarmupCosineLR", "4-3-WarmupCosineLR", "0-1-WarmupLR", "2-1-OneCycle", "5-3-OneCycle")
 def test_every_second_step_in_one_of_the_cases(tmp_path: Path, number: int, accumulation: int, schedule: str) -> None:
     require_exact(tmp_path, 0, accumulation, schedule, range(1 + number, STEPS, 2 * len(CASES)))
 
@@ -97,7 +97,7 @@ def test_steps_with_worker_processes(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize("schedule", [*SCHEDULES, *OF_TORCH])
-@pytest.mark.full("WarmupCosineLR", "ExponentialLR")
+@pytest.mark.full("WarmupCosineLR", "ExponentialLR", "OneCycle")
 def test_rates_and_betas_that_a_callback_sets(tmp_path: Path, schedule: str) -> None:
     """Before the schedule's next step, which is all that some of them are for, and as tensors."""
     tuning = {"tuning": {"_target_": "stateful.Tuning"}}

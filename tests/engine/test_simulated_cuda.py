@@ -189,14 +189,8 @@ def run_group(group: str, world_size: int, simulated: bool) -> list[dict[str, An
     ("group", "world_size", "name"),
     [
         *(("stages", 1, name) for name in STAGES),
-        *(("offloaded", 2, name) for name in CASES["offloaded"]),
-        *(
-            pytest.param(group, 2, name, marks=pytest.mark.full)
-            for group in CASES
-            if group != "offloaded"
-            for name in CASES[group]
-        ),
-        *(pytest.param("offloaded", 1, name, marks=pytest.mark.full) for name in OFFLOADED),
+        *(("offloaded", 1, name) for name in OFFLOADED),
+        *(pytest.param(group, 2, name, marks=pytest.mark.full) for group in CASES for name in CASES[group]),
     ],
 )
 def test_the_engine_on_a_device(group: str, world_size: int, name: str) -> None:

@@ -78,6 +78,7 @@ def test_a_resumed_run_follows_the_unbroken_one(ours: dict[str, Any], origin: st
     assert not compare(ours[origin], ours[SAVED], tolerance, ignored=(*TIMINGS, "train_loss"))
 
 
+@pytest.mark.full
 def test_commands_and_the_script_in_a_checkpoint_read_it(ours: dict[str, Any], folder: Path) -> None:
     out = folder / SAVED / "out"
     checkpoint = out / "checkpoint-4"
