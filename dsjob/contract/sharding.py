@@ -75,15 +75,3 @@ def builds_in_shares(spec: JobSpec) -> bool:
     return (
         zero.stage == 3 and zero.mics_shard_size <= 0 and spec.model_ranks == 1 and not spec.models and not spec.driven
     )
-
-
-def divide_evenly(sizes: Sequence[int], ranks: int) -> list[int]:
-    """The rank of each of a sequence of items, so that all ranks get about as many bytes, in order.
-
-    `sizes`: bytes of each item.
-    """
-    total, before, chosen = sum(sizes), 0, []
-    for size in sizes:
-        chosen.append(min((before + size // 2) * ranks // total, ranks - 1) if total else 0)
-        before += size
-    return chosen

@@ -22,6 +22,9 @@ from torch import Tensor, nn
 from torch.nn.modules.module import register_module_parameter_registration_hook
 from torch.overrides import TorchFunctionMode
 
+from dsjob.ranks.agreement import all_gather
+from dsjob.ranks.heap import returning_memory
+from dsjob.ranks.mesh import World
 from dsjob.torch_private import TorchDispatchMode, address_of, own_parameters, tree_leaves
 
 _Key = tuple[int, str]  # the number of a module, and the name that it has for a parameter
@@ -58,6 +61,25 @@ class Sketch:
         if missing := sorted(list_without_values(model) & set(kept)):
             raise NotInPartsError(f"{missing[0]} would have no values")
         return model
+
+
+def build_together(
+    sketch: Sketch | None, make: Callable[[], nn.Module], kept: Collection[str], world: World
+) -> tuple[nn.Module | None, str]:
+    """What `sketch.build(make, kept)` returns, if it succeeds on all ranks. Otherwise None, and the reason of the first
+    rank that has failed; it is empty if ranks only lack a sketch.
+
+    A collective: a constructor may call collectives, so no rank may run it again alone.
+    """
+    model, problem = None, None if sketch is not None else ""
+    if sketch is not None:
+        try:
+            with returning_memory(keeps=world.device.type == "cpu"):
+                model = sketch.build(make, kept)
+        except NotInPartsError as error:
+            problem = str(error)
+    problems = [each for each in all_gather(world.everyone, problem) if each is not None]
+    return (None, next(filter(None, problems), "")) if problems else (model, "")
 
 
 def list_without_values(model: nn.Module) -> set[str]:

@@ -53,9 +53,9 @@ def shard_parameters(
 ) -> None:
     """Replaces every whole parameter in `module` by this rank's part of the values of one rank, on the mesh's device.
 
-    source: the rank in the mesh that has the values of a parameter; by default rank 0.
-    Casts floating-point ones to `dtype`, if given. Parameters that cannot be sharded stay whole. Those on the meta
-    device stay there, because they have no values yet (torch.nn.utils.skip_init).
+    source: the rank in the mesh that has the values of a parameter; by default rank 0. Casts floating-point ones to
+    `dtype`, if given. Parameters that cannot be sharded stay whole. Those on the meta device stay there, because they
+    have no values yet (torch.nn.utils.skip_init).
     """
     made: dict[int, nn.Parameter] = {}  # tied ones stay tied
     for owner in module.modules():

@@ -184,9 +184,9 @@ def _host_items(
     and state may be on a disk instead. taken: bytes per element of the gradients that a GPU sends."""
     fp32 = MASTER_SIZE * sum(elements)
     kept = round(state.copies * fp32) + state.per_parameter * len(weights)
-    masters = fp32 if layout.disk_buffers else _lock(model, layout, [MASTER_SIZE * each for each in elements])
+    masters = fp32 if layout.disk_buffers else _round_up(model, layout, [MASTER_SIZE * each for each in elements])
     # In page-locked memory, all gradients of a step may be on their way at once, and the allocator keeps their memory.
-    sent = _lock(model, layout, [taken * each for each in elements]) if layout.pinned else 0
+    sent = _round_up(model, layout, [taken * each for each in elements]) if layout.pinned else 0
     return [
         _always("fp32 masters", masters, place="disk" if layout.disk_buffers else "host"),
         _always("gradients", fp32, place="host", note="kept from step to step"),
@@ -196,7 +196,7 @@ def _host_items(
     ]
 
 
-def _lock(model: Model, layout: Layout, sizes: Iterable[int]) -> int:
+def _round_up(model: Model, layout: Layout, sizes: Iterable[int]) -> int:
     """Bytes on the host of tensors of these sizes. PyTorch rounds each up to a power of two in page-locked memory."""
     if not layout.pinned or not model.blocks_known:  # a bare parameter count has no tensors
         return sum(sizes)
@@ -241,10 +241,10 @@ def _sharded(model: Model, layout: Layout, state: OptimizerState, rank: int) -> 
             *_pass_items(model, layout),
         ]
     copies = state.copies * bool(layout.disk_buffers) + bool(layout.block_buffers)
-    sent = _lock(model, layout, [w.padded(size) * w.itemsize for w in model.trainable])
+    sent = _round_up(model, layout, [w.padded(size) * w.itemsize for w in model.trainable])
     return [
         *_offloaded_items(model, layout),
-        Item("gradients", sent if waiting == reduced else waiting, sent, sent, place="host", note=note),
+        Item("gradients", sent if waiting else 0, sent, sent, place="host"),
         replace(kept, place="disk" if layout.disk_buffers else "host"),
         _disk_item(shards, copies, layout.disk_buffers or (DISK_BUFFERS if layout.block_buffers else 0)),
         *_pass_items(model, layout),
@@ -260,7 +260,7 @@ def _offloaded_items(model: Model, layout: Layout) -> list[Item]:
     on_host, on_disk, blocks = 0, 0, dict.fromkeys(range(len(units)), 0)
     for place, ((number, weight), size) in enumerate(zip(weights, sizes, strict=True)):
         if place in kept:
-            on_host += _lock(model, layout, [size * weight.itemsize])
+            on_host += _round_up(model, layout, [size * weight.itemsize])
         else:
             on_disk += size * weight.itemsize
             blocks[number] += size * weight.itemsize

@@ -130,8 +130,8 @@ class Plan:
     @property
     def building(self) -> int:
         """Bytes of host memory that a rank needs at its start, at most, when it builds the model there; in a pipeline
-        its stage, and one more parameter at a time. Tensor parallelism divides it only afterwards. A share is exchanged
-        for as many shards."""
+        its stage, and one more parameter at a time. Tensor parallelism divides it only afterwards. A rank that
+        builds a share holds in the end that and as many bytes of shards."""
         whole = needed = _measure(self.model)
         sizes = (weight.elements * weight.itemsize for weight in self.model.weights)
         largest = max(sizes, default=0) if self.model.blocks_known else 0

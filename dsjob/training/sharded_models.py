@@ -1,14 +1,13 @@
 """A large model at ZeRO stage 3, built without memory for all of it on any rank.
 
 A constructor draws the initial values of all parameters one after the other, so it runs on every rank. But each rank
-keeps only the values of its share of the parameters (`parallel.own_parts`). Then it sends each rank its rows
-of them, as under `zero.Init`. Where that cannot be done, each rank builds the whole model.
+keeps only the values of its share of the parameters (`parallel.own_parts`). Then it sends each rank its rows of them,
+as under `zero.Init`. Where that is not possible, each rank builds the whole model.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
-from contextlib import AbstractContextManager
+from collections.abc import Callable, Mapping, Sequence
 
 import torch
 from torch import nn
@@ -20,9 +19,9 @@ from dsjob.contract.paths import Path
 from dsjob.contract.resolved import ResolvedJob
 from dsjob.contract.spec import JobSpec, Target
 from dsjob.errors import DsjobError
-from dsjob.parallel.own_parts import NotInPartsError, Sketch
+from dsjob.parallel.own_parts import Sketch, build_together
 from dsjob.parallel.presharded import is_unshardable, shard_parameters
-from dsjob.ranks.agreement import all_gather, find_host_group
+from dsjob.ranks.agreement import find_host_group
 from dsjob.ranks.heap import returning_memory
 from dsjob.ranks.mesh import World
 from dsjob.ranks.seeding import seed_rng
@@ -44,37 +43,27 @@ def choose_maker(job: ResolvedJob, world: World, say: Say) -> MakeModel:
 
 
 def _build_in_shares(target: Target, trust: Trust, where: Path, spec: JobSpec, world: World, say: Say) -> nn.Module:
-    sketch = _draw(target, trust, spec)
-    model, problem = None, ""
-    if sketch is not None:
-        owners = _choose_owners(sketch.model, world.data_size)
-        own = {name for name, owner in owners.items() if owner in (None, world.data_mesh.get_local_rank())}
-        try:
-            with _returning(world):
-                model = sketch.build(lambda: build_model(target, trust, where), own)
-        except NotInPartsError as error:
-            problem = str(error)
-    told = all_gather(world.everyone, (model is not None, problem))
-    if model is None or not all(done for done, _ in told):
-        for problem in dict.fromkeys(problem for _, problem in told if problem):
+    sketch = _draw(target, trust)
+    owners = _choose_owners(sketch.model, world.data_size) if sketch is not None else {}
+    rank = world.data_mesh.get_local_rank()
+    own = {name for name, owner in owners.items() if owner in (None, rank)}
+    model, problem = build_together(sketch, lambda: build_model(target, trust, where), own, world)
+    if model is None:
+        if problem:
             say("note", f"each rank builds the whole model in host memory before it keeps its shards: {problem}")
         seed_rng(spec.trainer.seed)
         return build_model(target, trust, where)
-    with _returning(world):
+    with returning_memory(keeps=world.device.type == "cpu"):
         _exchange(model, owners, spec, world)
     return model
 
 
-def _returning(world: World) -> AbstractContextManager[None]:
-    return returning_memory(keeps=world.device.type == "cpu")
-
-
-def _draw(target: Target, trust: Trust, spec: JobSpec) -> Sketch | None:
-    """The model without values, if it is large and can be built so."""
+def _draw(target: Target, trust: Trust) -> Sketch | None:
+    """The model on the meta device; None if it is small, or cannot be built there."""
     try:
         with keep_rng(_CPU):
             sketch = Sketch(lambda: build_on_meta(target, trust, downloads=True))
-    except (DsjobError, NotInPartsError):
+    except DsjobError:
         return None  # building the model itself tells what is wrong with it
     size = sum(parameter.numel() * parameter.itemsize for parameter in sketch.model.parameters())
     return sketch if size >= sharding.LEAST_IN_SHARES else None
@@ -84,7 +73,7 @@ def _choose_owners(model: nn.Module, ranks: int) -> dict[str, int | None]:
     """The rank that builds each parameter, by name; None for all ranks."""
     parameters = dict(model.named_parameters())
     sizes = [parameter.numel() * parameter.itemsize for parameter in parameters.values()]
-    owners = sharding.divide_evenly(sizes, ranks)
+    owners = divide_evenly(sizes, ranks)
     return {
         name: None if is_unshardable(parameter) else owner
         for (name, parameter), owner in zip(parameters.items(), owners, strict=True)
@@ -98,3 +87,15 @@ def _exchange(model: nn.Module, owners: Mapping[str, int | None], spec: JobSpec,
     mesh = DeviceMesh.from_group(group, "cpu" if off else world.device.type)
     sources = {id(parameter): owners[name] or 0 for name, parameter in model.named_parameters()}
     shard_parameters(model, mesh, source=lambda parameter: sources[id(parameter)])
+
+
+def divide_evenly(sizes: Sequence[int], ranks: int) -> list[int]:
+    """The rank of each item, in order, so that all ranks get about equally many bytes. sizes: bytes of each item.
+
+    Unlike `pipelines.partition.balance`, it takes linear time, and a rank may get nothing.
+    """
+    total, before, chosen = sum(sizes), 0, []
+    for size in sizes:
+        chosen.append(min((before + size // 2) * ranks // total, ranks - 1) if total else 0)
+        before += size
+    return chosen

@@ -18,23 +18,21 @@ from dsjob.contract.resolved import ResolvedJob
 from dsjob.contract.spec import JobSpec, Target
 from dsjob.contract.stages import Pipeline as Section
 from dsjob.errors import DsjobError
-from dsjob.parallel.own_parts import NotInPartsError, Sketch, list_without_values
+from dsjob.parallel.own_parts import NotInPartsError, Sketch, build_together, list_without_values
 from dsjob.parallel.pipeline.calls import guess_owned
 from dsjob.parallel.pipeline.layers import count_parameters, list_layers
 from dsjob.pipelines.partition import partition
 from dsjob.ranks.agreement import all_gather
-from dsjob.ranks.heap import returning_memory
 from dsjob.ranks.mesh import Ranks, World
 from dsjob.ranks.seeding import seed_rng
 from dsjob.training.build import build_model, build_models
 from dsjob.training.pipelines import Complete, is_sequence
 from dsjob.training.probe import build_on_meta
-from dsjob.training.sharded_models import choose_maker
+from dsjob.training.sharded_models import Say, choose_maker
 from dsjob.trust.grant import Trust
 
 _CPU = torch.device("cpu")
 _WHOLE = "each rank builds the whole model in host memory before it keeps its stage: "
-Say = Callable[[str, str], None]
 
 
 def build_stage_models(
@@ -90,20 +88,13 @@ class _Maker:
         return self._model
 
     def _build_kept(self, kept: set[str]) -> nn.Module:
-        assert self._sketch is not None
         seed_rng(self._spec.trainer.seed)
-        model, problem = None, ""
-        try:
-            with returning_memory(keeps=self._world.device.type == "cpu"):
-                model = self._sketch.build(self._build, kept)
-        except NotInPartsError as error:
-            problem = str(error)
-        problems = [each for each in all_gather(self._world.everyone, problem) if each]
-        if model is not None and not problems:
-            return model
-        self._say("note", f"{_WHOLE}{problems[0]}")
-        seed_rng(self._spec.trainer.seed)
-        return self._build()
+        model, problem = build_together(self._sketch, self._build, kept, self._world)
+        if model is None:
+            self._say("note", f"{_WHOLE}{problem}")
+            seed_rng(self._spec.trainer.seed)
+            model = self._build()
+        return model
 
 
 def _guess(model: nn.Module, section: Section, ranks: Ranks) -> set[str]:

@@ -256,7 +256,7 @@ def test_a_stage_that_fails_is_named_on_all_stages(how: str) -> None:
     guilty, kind, told = {
         "data": (0, "EndOfDataError", "the data ended after 2 of 4 micro batches"),
         "labels": (2, "EndOfDataError", "the data ended after 2 of 4 micro batches"),
-        "list": (0, "DataError", "a pipeline reads an iterator, but the data are list"),
+        "list": (0, "DataError", "a pipeline reads its data from an iterator, but got list"),
         "evaluated": (0, "EndOfDataError", "the data ended after 2 of 4 micro batches"),
         "layer": (1, "AttributeError", "no_such_thing"),
         "loss": (2, "UsageError", "the loss must be a scalar tensor"),

@@ -16,10 +16,10 @@ from test_pipelined_jobs import STEPS, TRUST, make_document, run
 from test_stage_models import BLOCK, BLOCKS, WIDTH, read_memory
 
 from dsjob.contract import sharding
-from dsjob.contract.sharding import divide_evenly
 from dsjob.document.resolve import complete_job
 from dsjob.ranks.mesh import World
 from dsjob.training.build import build_engines, build_models
+from dsjob.training.sharded_models import divide_evenly
 from dsjob.training.stage_models import build_stage_models
 
 WIDE = {"_target_": "pipelined_models.Blocks", "width": WIDTH, "blocks": BLOCKS}

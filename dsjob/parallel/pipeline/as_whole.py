@@ -58,8 +58,8 @@ def as_whole(module: nn.Module, world: World, forward: Forward) -> nn.Module:
         return passes.run(*args, **kwargs)
 
     def generate(self: Any, *args: Any, **kwargs: Any) -> Any:
-        # `synced_gpus` is what `_Passes` does. Without a cache, that of transformers is not possible: it extends the
-        # mask of texts that have ended, but not the texts.
+        # `_Passes` does what `synced_gpus` asks for. Transformers' own way fails without a cache: for texts that have
+        # ended, it extends the mask, but not the texts.
         of_transformers = getattr(module, "generation_config", None) is not None
         own = {"use_cache": False, "synced_gpus": False} if of_transformers else {}
         with passes.counted():
@@ -90,8 +90,10 @@ class _Passes:
     def counted(self) -> Iterator[None]:
         """The block, and then as many passes as other ranks still need."""
         self._counts = True
-        yield
-        self._counts = False
+        try:
+            yield
+        finally:
+            self._counts = False
         if self._first is not None:
             while self._is_needed(False):
                 self._run(*self._first[0], **self._first[1])

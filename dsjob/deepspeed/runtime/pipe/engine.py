@@ -174,7 +174,7 @@ class PipelineEngine(DeepSpeedEngine):
     def _read_micro_batch(self, batches: Iterator[Any], number: int, count: int) -> MicroBatch:
         if not hasattr(batches, "__next__"):
             raise DataError(
-                f"a pipeline reads an iterator, but the data are {type(batches).__name__}",
+                f"a pipeline reads its data from an iterator, but got {type(batches).__name__}",
                 hint="pass iter(data), or deepspeed.utils.RepeatingLoader(data), and the same one for each batch",
             )
         try:
