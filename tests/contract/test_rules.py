@@ -387,6 +387,12 @@ JOBS: list[tuple[str, dict[str, Any], str, dict[str, Any]]] = [
         schedule("WarmupLR", warmup_num_steps=10),
     ),
     (
+        "warmup-of-zero",
+        schedule("WarmupLR", warmup_num_steps=0),
+        "scheduler.params.warmup_num_steps",
+        schedule("WarmupLR", warmup_num_steps=1),
+    ),
+    (
         "schedule-too-short",
         schedule("WarmupCosineLR", total_num_steps=9, warmup_num_steps=2),
         "scheduler.params.total_num_steps",

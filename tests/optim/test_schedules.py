@@ -44,6 +44,7 @@ GOLDEN: list[tuple[str, dict[str, Any], float, list[float]]] = [
     ),
     ("WarmupLR", {"warmup_max_lr": 1, "warmup_num_steps": 4}, 1.0, [0, 0, 0.5, 0.792481, 1, 1, 1]),
     ("WarmupLR", {"warmup_max_lr": 1, "warmup_num_steps": 1, "warmup_type": "linear"}, 1.0, [0, 0, 0.5, 1, 1]),
+    ("WarmupLR", {"warmup_max_lr": 1, "warmup_num_steps": 0, "warmup_type": "linear"}, 1.0, [0, 0, 0.5, 1, 1]),
     ("WarmupLR", {"warmup_num_steps": 4, "warmup_type": "linear"}, 0.4, [0, 0, 0.1, 0.2, 0.3, 0.4, 0.4]),
     (
         "WarmupDecayLR",

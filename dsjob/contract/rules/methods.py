@@ -139,6 +139,15 @@ def _long_warmup(document: Document) -> Iterator[Finding]:
             )
 
 
+@enter("warmup-of-zero", severity="warning")
+def _no_warmup(document: Document) -> Iterator[Finding]:
+    """DeepSpeed's schedules have at least two steps of warm-up. DeepSpeed refuses 0 since 0.19.6."""
+    if read_params(document, "scheduler").get("warmup_num_steps") == 0:
+        message = "0 acts as 2, as in DeepSpeed before 0.19.6: the first two steps use the lowest rate"
+        hint = "for a constant rate from the first step, leave out the section scheduler"
+        yield "scheduler.params.warmup_num_steps", message, hint
+
+
 @enter("length-unknown", whole=True)
 def _unknown_length(document: Document) -> Iterator[Finding]:
     """Tokens and time do not tell the number of steps. A schedule that ends with the run needs that number at the
