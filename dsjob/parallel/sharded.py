@@ -77,7 +77,7 @@ class Sharded(Strategy):
             # Each group of `mics_shard_size` ranks holds one whole copy of the state.
             world = dataclasses.replace(world, copies=world.data_size // zero.mics_shard_size)
         super().__init__(model, world, precision, disk)
-        self._stage, self._announced, self._keeps_gathered = zero.stage, zero.stage < 3, False
+        self._stage, self._announced, self._keeps_gathered = zero.stage, False, False
         self._flags: tuple[bool, bool] | None = None
         self._reduce_dtype = precision.reduce
         # [shard], or with MiCS [replicate, shard]: FSDP2 shards over the last axis.
@@ -123,6 +123,8 @@ class Sharded(Strategy):
         self._all = dict(model.named_parameters())
         for parameter in self._all.values():
             announce(parameter)
+        if zero.stage == 3:
+            self._announce_gathered()
         # Without reducing, FSDP2 accumulates in a unit's reduce dtype. To accumulate in fp32, reduce each micro step
         # into the sharded parameters.
         travels_low = precision.reduce != torch.float32 or precision.autocast is not None
@@ -173,19 +175,21 @@ class Sharded(Strategy):
 
     def _call(self, *args: Any, **kwargs: Any) -> Any:
         self._follow_freezing()
-        if not self._announced:
-            self._announce_gathered()
         return super()._call(*args, **kwargs)
 
     def _announce_gathered(self) -> None:
-        """Tells the model that it need not gather its parameters outside the blocks: TRL asks before it uses a head's
-        weight without calling the head. FSDP2 creates their whole tensors when it gathers them for the first time."""
-        root = cast(FSDPModule, self.module)
-        begin_calls(root)
-        root.unshard()
-        for parameter in list_sharded(root):
-            announce(cast(Tensor, find_gathered(parameter)), ShardStatus.AVAILABLE)
-        self._announced = True
+        """Tells a called model that it need not gather its parameters outside the blocks: TRL asks before it uses a
+        head's weight without calling the head. FSDP2 creates their whole tensors when it gathers them for the first
+        time, in a hook that runs before this one, whether the program calls the engine or the model itself."""
+
+        def tell(*_: Any) -> None:
+            if self._announced:
+                return
+            for parameter in list_sharded(cast(FSDPModule, self.module)):
+                announce(cast(Tensor, find_gathered(parameter)), ShardStatus.AVAILABLE)
+            self._announced = True
+
+        self.module.register_forward_pre_hook(torch.compiler.disable(tell))  # type: ignore[no-untyped-call]
 
     def _follow_freezing(self) -> None:
         """Applies changes of requires_grad to both tensors of a parameter, the sharded and the gathered one.

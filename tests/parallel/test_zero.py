@@ -111,6 +111,8 @@ def ask(world: World) -> None:
     # peft takes a weight on a mesh with names for a part of tensor parallelism, and makes adapters of its part's size.
     assert model.head.weight.device_mesh.mesh_dim_names is None  # type: ignore[attr-defined]
     engine = engine_of(model, 3)
+    with torch.no_grad():
+        model(torch.ones(2, WIDTH))  # the model itself, before the engine: so does TRL's GRPOTrainer
     for _ in range(2):
         engine.backward(engine(torch.ones(2, WIDTH)))
         engine.step()

@@ -13,7 +13,7 @@ from typing import Any
 import pytest
 from safetensors.torch import load_file
 from side_by_side import TIMINGS, compare, run_on
-from trl_cases import CASES, DATA, LIBRARIES, RECORDED, Case, make_start
+from trl_cases import CASES, DATA, LIBRARIES, RECORDED, Case, make_rewarded, make_start
 
 pytestmark = [
     pytest.mark.slow,
@@ -58,6 +58,21 @@ def test_trl_records_what_it_records_on_deepspeed(tmp_path: Path, method: str, l
     pairs = zip(cases, found["dsjob"], found["deepspeed"], strict=True)
     differ = {case.name: differences(case, ours, theirs) for case, ours, theirs in pairs}
     assert not {name: found for name, found in differ.items() if found}
+
+
+@pytest.mark.full
+@pytest.mark.parametrize("lora", [False, True])
+@pytest.mark.parametrize("method", ["grpo", "rloo"])
+def test_rewarded_answers_and_losses_are_those_on_deepspeed(tmp_path: Path, method: str, lora: bool) -> None:
+    """At stage 3 they are those of stage 2: DeepSpeed's stage 3 does not start with these trainers on a CPU."""
+    found = {}
+    for engine, stages in (("dsjob", (2, 3)), ("deepspeed", (2,))):
+        folder = tmp_path / engine
+        runs = [make_start(folder), *(make_rewarded(method, stage, folder, lora) for stage in stages)]
+        found[engine] = run_on(engine, runs, imported=LIBRARIES)[1:]
+    ignored = [*TIMINGS, "step_time", "total_flos"]
+    for ours in found["dsjob"]:
+        assert not compare(ours, found["deepspeed"][0], 1e-4, ignored=ignored)
 
 
 @pytest.mark.full

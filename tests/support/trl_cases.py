@@ -1,4 +1,5 @@
-"""Runs of TRL's trainers: tests/programs/programs/preferences.py with arguments, and what DeepSpeed records for them.
+"""Runs of TRL's trainers: preferences.py and rewarded.py of tests/programs/programs with arguments, and what DeepSpeed
+records for them.
 
     python tests/support/trl_cases.py
 
@@ -30,6 +31,11 @@ COMMON = (
     "--output_dir out --per_device_train_batch_size 4 --gradient_accumulation_steps 2 --max_steps 6 --warmup_steps 2"
     " --logging_steps 1 --eval_strategy steps --eval_steps 3 --save_steps 3 --report_to none --use_cpu"
     " --disable_tqdm True --max_length 32 --weight_decay 0.01 --gradient_checkpointing false"
+)
+REWARDED = (
+    "--output_dir out --per_device_train_batch_size 4 --num_generations 4 --max_completion_length 8 --max_steps 4"
+    " --logging_steps 1 --report_to none --use_cpu --disable_tqdm True --beta 0.1 --num_iterations 2"
+    " --learning_rate 1e-2 --bf16 False --seed 3 --gradient_checkpointing false"
 )
 # DeepSpeed's own AdamW would be compiled, so the trainer's is used.
 CONFIG = {
@@ -63,6 +69,17 @@ class Case(NamedTuple):
             "--learning_rate", "1e-2" if self.lora else "3e-3", *(LORA if self.lora else ()), *more,
         ]  # fmt: skip
         return Run(PROGRAMS / "preferences.py", folder / f"{self.name}{', resumed' if more else ''}", arguments)
+
+
+def make_rewarded(method: str, stage: int, folder: Path, lora: bool) -> Run:
+    """A run with a reference model, in which each batch of answers is used twice. method: grpo or rloo."""
+    zero = {"stage": stage, "stage3_gather_16bit_weights_on_model_save": True}
+    arguments = [
+        method, "--model_name_or_path", str(folder / "llama"), "--deepspeed",
+        json.dumps({**CONFIG, "zero_optimization": zero}), *(LORA if lora else ()),
+        *REWARDED.split(),
+    ]  # fmt: skip
+    return Run(PROGRAMS / "rewarded.py", folder / f"{method} {stage} {lora}", arguments)
 
 
 CELLS = [(stage, "fp32") for stage in range(4)] + [(2, "bf16"), (3, "bf16")]
