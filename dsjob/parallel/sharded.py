@@ -121,10 +121,7 @@ class Sharded(Strategy):
         known = (parameter for unit in self._units for parameter in list_sharded(unit))
         self._trained = {parameter: bool(parameter.sharded_param.requires_grad) for parameter in known}
         self._all = dict(model.named_parameters())
-        for parameter in self._all.values():
-            announce(parameter)
-        if zero.stage == 3:
-            self._announce_gathered()
+        self._announce()
         # Without reducing, FSDP2 accumulates in a unit's reduce dtype. To accumulate in fp32, reduce each micro step
         # into the sharded parameters.
         travels_low = precision.reduce != torch.float32 or precision.autocast is not None
@@ -177,10 +174,15 @@ class Sharded(Strategy):
         self._follow_freezing()
         return super()._call(*args, **kwargs)
 
-    def _announce_gathered(self) -> None:
-        """Tells a called model that it need not gather its parameters outside the blocks: TRL asks before it uses a
-        head's weight without calling the head. FSDP2 creates their whole tensors when it gathers them for the first
-        time, in a hook that runs before this one, whether the program calls the engine or the model itself."""
+    def _announce(self) -> None:
+        """Tells programs that parameters must be gathered; at stage 3, within a call, that those outside the blocks
+        are: TRL asks before it uses a head's weight without calling the head.
+
+        FSDP2 creates their whole tensors when it gathers them for the first time, in a hook that runs before the one
+        here, whether the program calls the engine or the model itself.
+        """
+        for parameter in self._all.values():
+            announce(parameter)
 
         def tell(*_: Any) -> None:
             if self._announced:
@@ -189,7 +191,8 @@ class Sharded(Strategy):
                 announce(cast(Tensor, find_gathered(parameter)), ShardStatus.AVAILABLE)
             self._announced = True
 
-        self.module.register_forward_pre_hook(torch.compiler.disable(tell))  # type: ignore[no-untyped-call]
+        if self._stage == 3:
+            self.module.register_forward_pre_hook(torch.compiler.disable(tell))  # type: ignore[no-untyped-call]
 
     def _follow_freezing(self) -> None:
         """Applies changes of requires_grad to both tensors of a parameter, the sharded and the gathered one.
