@@ -77,7 +77,7 @@ class Sharded(Strategy):
             # Each group of `mics_shard_size` ranks holds one whole copy of the state.
             world = dataclasses.replace(world, copies=world.data_size // zero.mics_shard_size)
         super().__init__(model, world, precision, disk)
-        self._stage, self._announced, self._keeps_gathered = zero.stage, False, False
+        self._stage, self._keeps_gathered = zero.stage, False
         self._flags: tuple[bool, bool] | None = None
         self._reduce_dtype = precision.reduce
         # [shard], or with MiCS [replicate, shard]: FSDP2 shards over the last axis.
@@ -121,7 +121,7 @@ class Sharded(Strategy):
         known = (parameter for unit in self._units for parameter in list_sharded(unit))
         self._trained = {parameter: bool(parameter.sharded_param.requires_grad) for parameter in known}
         self._all = dict(model.named_parameters())
-        self._announce()
+        _announce(model, calls=zero.stage == 3)
         # Without reducing, FSDP2 accumulates in a unit's reduce dtype. To accumulate in fp32, reduce each micro step
         # into the sharded parameters.
         travels_low = precision.reduce != torch.float32 or precision.autocast is not None
@@ -173,26 +173,6 @@ class Sharded(Strategy):
     def _call(self, *args: Any, **kwargs: Any) -> Any:
         self._follow_freezing()
         return super()._call(*args, **kwargs)
-
-    def _announce(self) -> None:
-        """Tells programs that parameters must be gathered; at stage 3, within a call, that those outside the blocks
-        are: TRL asks before it uses a head's weight without calling the head.
-
-        FSDP2 creates their whole tensors when it gathers them for the first time, in a hook that runs before the one
-        here, whether the program calls the engine or the model itself.
-        """
-        for parameter in self._all.values():
-            announce(parameter)
-
-        def tell(*_: Any) -> None:
-            if self._announced:
-                return
-            for parameter in list_sharded(cast(FSDPModule, self.module)):
-                announce(cast(Tensor, find_gathered(parameter)), ShardStatus.AVAILABLE)
-            self._announced = True
-
-        if self._stage == 3:
-            self.module.register_forward_pre_hook(torch.compiler.disable(tell))  # type: ignore[no-untyped-call]
 
     def _follow_freezing(self) -> None:
         """Applies changes of requires_grad to both tensors of a parameter, the sharded and the gathered one.
@@ -365,6 +345,27 @@ def _refuse_groups(zero: Zero, world: World) -> None:
                 f"zero_optimization.{key}: {world.data_size} ranks do not divide into groups of {size}",
                 hint=f"use one of {', '.join(fits)}, or another number of ranks",
             )
+
+
+def _announce(model: nn.Module, *, calls: bool) -> None:
+    """Tells programs that parameters must be gathered. calls: also that within a call of the model, those outside the
+    blocks are: TRL asks before it uses a head's weight without calling the head.
+
+    FSDP2 creates their whole tensors when it gathers them for the first time, in a hook that runs before the one here,
+    whether the program calls the engine or the model itself.
+    """
+    for parameter in model.parameters():
+        announce(parameter)
+    told: list[Tensor] = []
+
+    def tell(*_: Any) -> None:
+        if not told:
+            told.extend(cast(Tensor, find_gathered(parameter)) for parameter in list_sharded(cast(FSDPModule, model)))
+            for gathered in told:
+                announce(gathered, ShardStatus.AVAILABLE)
+
+    if calls:
+        model.register_forward_pre_hook(torch.compiler.disable(tell))  # type: ignore[no-untyped-call]
 
 
 def _move_unshardable(model: nn.Module, device: torch.device) -> dict[str, nn.Parameter]:
