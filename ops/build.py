@@ -123,7 +123,12 @@ def build(op: Op) -> Path:
     cache, key = open_cache(), key_of(op)
     with _locked(cache / f"{key}.lock"):
         built = find_built(op)  # another process may have built it while this one waited
-        return built if built is not None else build_into(op, cache, key)
+        if built is not None:
+            return built
+        takes = "some minutes" if op.device == "cuda" else "about 10 seconds"
+        sys.stderr.write(f"dsjob: building the native op {op.name}, once on this machine, takes {takes}\n")
+        sys.stderr.flush()
+        return build_into(op, cache, key)
 
 
 def build_into(op: Op, folder: Path, key: str) -> Path:

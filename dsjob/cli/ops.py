@@ -52,8 +52,10 @@ def _look() -> dict[str, Any]:
 
 
 def _show(found: dict[str, Any]) -> str:
-    rows = [("op", "device", "state", "used by", "otherwise")]
-    rows += [(op["name"], op["device"], op["state"], op["users"], op["instead"]) for op in found["ops"]]
+    blocks = []
+    for op in found["ops"]:
+        otherwise = f"\n  otherwise: {op['instead']}" if op["instead"] else ""
+        blocks.append(f"{op['name']} ({op['device']}): {op['state']}\n  used by: {op['users']}{otherwise}")
     tools = found["tools"]
     cuda = f"CUDA {tools['torch_cuda']}" if tools["torch_cuda"] else "without CUDA"
     lines = [
@@ -63,7 +65,7 @@ def _show(found: dict[str, Any]) -> str:
         ("GPU architectures", tools["architectures"] or "none"),
         ("folder", found["folder"]),
     ]
-    return f"{align(rows)}\n\n{align(lines)}"
+    return "\n".join([*blocks, "", align(lines)])
 
 
 def _build(arguments: list[str]) -> int:

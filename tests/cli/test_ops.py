@@ -26,9 +26,15 @@ def test_ops_are_listed_and_built(
         (tmp_path / "csrc" / name).mkdir(parents=True)
         (tmp_path / "csrc" / name / "binding.cpp").write_text('extern "C" int answer() { return 42; }\n')
     assert main(["ops"]) == 0
-    assert "not built yet" in capsys.readouterr().out
+    listed = capsys.readouterr().out
+    assert "cpu_optimizers (cpu): not built yet\n  used by: optimizer.type Adam" in listed
+    assert all(len(line) < 140 for line in listed.splitlines())
     assert main(["ops", "build", "cpu_optimizers"]) == 0
-    library = capsys.readouterr().out.removeprefix("cpu_optimizers: ").strip()
+    out, err = capsys.readouterr()
+    library = out.removeprefix("cpu_optimizers: ").strip()
+    assert err == "dsjob: building the native op cpu_optimizers, once on this machine, takes about 10 seconds\n"
+    assert main(["ops", "build", "cpu_optimizers"]) == 0
+    assert capsys.readouterr().err == ""
     assert Path(library).is_relative_to(tmp_path)
     assert main(["ops", "--json"]) == 0
     op, *others = json.loads(capsys.readouterr().out)["ops"]
