@@ -185,6 +185,11 @@ class Settings:
         """The dtype in which gradients are reduced."""
         return self.precision.reduce
 
+    def autotp_size(self) -> int:
+        """The ranks among which layers are divided; 0 if the config does not say."""
+        section = self.spec.tensor_parallel
+        return section.ranks if section.autotp_size or section.size > 1 else 0
+
     @property
     def local_rank(self) -> int:
         """The rank of this process on its machine."""

@@ -58,11 +58,12 @@ def add_tensor_size(model: nn.Module, given: Given) -> Given:
     low = {"bf16": torch.bfloat16, "fp16": torch.float16}
     computed = next((low[key] for key in low if get_at(given.config, (key, "enabled"), None) is True), None)
     if None not in (asked.dtype, computed) and asked.dtype != computed:
-        message = f"tp_model_init got dtype={asked.dtype}, but the config says {computed}"
+        message = f"Conflicting dtypes: tp_model_init got {asked.dtype}, but the config says {computed}"
         raise UsageError(message, hint="make both equal")
-    if size == asked.size:
+    section = given.config.get("tensor_parallel") or {}
+    if size == asked.size and section:
         return given
-    section = {**(given.config.get("tensor_parallel") or {}), "autotp_size": asked.size}
+    section = {**section, "autotp_size": asked.size}
     return replace(given, config={**given.config, "tensor_parallel": section})
 
 

@@ -40,7 +40,7 @@ from dsjob.parallel.sharded import refuse_sharded
 from dsjob.parallel.tensor.divide import divide_model
 from dsjob.ranks.divide import divide_axes
 from dsjob.ranks.mesh import World, join_world, leave_world
-from dsjob.ranks.mpu import divide
+from dsjob.ranks.mpu import divide, read_data_ranks
 from dsjob.ranks.rendezvous import init_distributed
 from dsjob.trust.grant import Trust
 
@@ -135,10 +135,15 @@ def join(
         sizes["context"] = _read_mesh(mesh_param, sizes["context"], sizes["tensor"], mpu)
     if max(sizes.values()) == 1:
         return divide(join_world(), mpu)
-    if mpu is not None:
+    world = divide_axes(join_world(), **sizes)
+    if mpu is not None and read_data_ranks(mpu) != (world.data_rank, world.data_size):
         named = "tensor_parallel" if sizes["tensor"] > 1 else "sequence parallelism"
-        raise UsageError(f"initialize got an mpu, and {named} divides the ranks", hint="omit one of them")
-    return divide_axes(join_world(), **sizes)
+        raise UsageError(
+            f"initialize got an mpu, and {named} divides the ranks in another way: this rank is data-parallel rank"
+            f" {world.data_rank} of {world.data_size}",
+            hint="omit one of them",
+        )
+    return world
 
 
 def _read_mesh(mesh_param: Sequence[int], context: int, tensor: int, mpu: Any) -> int:

@@ -17,6 +17,7 @@ from torch import Tensor
 from dsjob.ranks.mesh import Ranks
 
 _SPLIT = "_dsjob_split"
+Sections = int | tuple[int, ...]
 
 
 def cut(length: int, ranks: int, rank: int) -> tuple[int, int]:
@@ -26,24 +27,32 @@ def cut(length: int, ranks: int, rank: int) -> tuple[int, int]:
     return min(rank * share, length), min((rank + 1) * share, length)
 
 
+def list_sections(length: int, sections: Sections) -> tuple[int, ...]:
+    """The lengths of the sections of a dimension (see `Split`)."""
+    return (length // sections,) * sections if isinstance(sections, int) else sections
+
+
 @dataclass(frozen=True, slots=True)
 class Split:
     """One dimension of a parameter, of `length` indices on all ranks together, divided among `ranks`.
 
-    sections: equal parts of that dimension, each of which is divided by itself. A layer that computes queries, keys and
-    values at once has three, so that each rank gets some heads of each.
+    sections: parts of that dimension, each of which is divided by itself: the number of equal ones, or their lengths. A
+    layer that computes queries, keys and values at once has three, so that each rank gets some heads of each.
     """
 
     dim: int
     length: int
     ranks: Ranks
-    sections: int = 1
+    sections: Sections = 1
 
     def ranges(self, rank: int | None = None) -> list[tuple[int, int]]:
         """The ranges of indices that a rank holds (by default this one), one after the other in its part."""
-        each = self.length // self.sections
-        start, stop = cut(each, self.ranks.size, self.ranks.rank if rank is None else rank)
-        return [(section * each + start, section * each + stop) for section in range(self.sections)]
+        found, begin = [], 0
+        for length in list_sections(self.length, self.sections):
+            start, stop = cut(length, self.ranks.size, self.ranks.rank if rank is None else rank)
+            found.append((begin + start, begin + stop))
+            begin += length
+        return found
 
     def shape(self, own: Sequence[int]) -> torch.Size:
         """The shape of the whole parameter. own: the shape of this rank's part."""

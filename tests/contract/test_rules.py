@@ -245,6 +245,12 @@ JOBS: list[tuple[str, dict[str, Any], str, dict[str, Any]]] = [
         "tensor_parallel.autotp_size",
         {"tensor_parallel": {"size": 2, "autotp_size": 2}},
     ),
+    (
+        "partition-config",
+        {"tensor_parallel": {"size": 2, "plan": {"up": "colwise"}, "preset_model": "llama"}},
+        "tensor_parallel.preset_model",
+        {"tensor_parallel": {"size": 2, "preset_model": "llama"}},
+    ),
     ("tensor-parallel-compiled", {**TWO_PARTS, "compile": {"enabled": True}}, "compile.enabled", TWO_PARTS),
     (
         "mesh-groups",

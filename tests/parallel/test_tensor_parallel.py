@@ -257,7 +257,7 @@ def test_what_cannot_be_divided_is_refused_with_reasons() -> None:
     assert "odd has no number heads" in told["attribute"]
     assert "do not divide into groups of 3" in told["ranks"]
     assert "Scaled would see only this rank's parts" in told["optimizer"]
-    assert "an mpu, and tensor_parallel divides the ranks" in told["mpu"]
+    assert "an mpu, and tensor_parallel divides the ranks in another way" in told["mpu"]
     assert "second received inputs of width 6, but its part has 3 of 6" in told["whole"]
 
 
@@ -289,9 +289,9 @@ def test_a_plan_of_a_model_leaves_out_a_head_tied_to_what_it_does_not_divide() -
             self.tokens, self.head = nn.Embedding(8, 4), nn.Linear(4, 8, bias=False)
 
     model = Tied()
-    assert list(match(model, find_plan(model, None, 2))) == ["first", "second", "head"]
+    assert list(match(model, find_plan(model, None) or {})) == ["first", "second", "head"]
     model.head.weight = model.tokens.weight
-    assert list(match(model, find_plan(model, None, 2))) == ["first", "second"]
+    assert list(match(model, find_plan(model, None) or {})) == ["first", "second"]
 
 
 @pytest.mark.parametrize(("length", "ranks", "sections"), [(12, 2, 3), (12, 4, 1), (7, 2, 1), (3, 4, 1)])

@@ -88,7 +88,7 @@ def test_tp_model_init_is_heeded_by_initialize() -> None:
         ((4, 4), (2, 2, 1)),  # DeepSpeed's train batch of 4 counts the samples of both ranks, which are the same
         ((4, 4), (6, 6, 1)),
         "tp_model_init got tp_size=2, but tensor_parallel.autotp_size is 4",
-        "tp_model_init got dtype=torch.float16, but the config says torch.bfloat16",
+        "Conflicting dtypes: tp_model_init got torch.float16, but the config says torch.bfloat16",
     ]
     assert run_ranks(divide, 2) == [expected] * 2
 

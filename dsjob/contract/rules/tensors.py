@@ -2,9 +2,12 @@
 
 from __future__ import annotations
 
+import re
 from collections.abc import Iterator
+from typing import Any
 
 from dsjob.contract.model_ranks import read_context_size, read_tensor_size
+from dsjob.contract.paths import Path
 from dsjob.contract.rules.pipelines import count_stages
 from dsjob.contract.rules.spreading import STEPPED_IN_PARTS
 from dsjob.contract.rules.table import Document, Finding, enter, is_driven, is_on, read
@@ -34,6 +37,56 @@ def _with(document: Document) -> Iterator[Finding]:
         yield "models", "cannot be combined with tensor_parallel", "train one model, or leave tensor_parallel out"
     if read(document, "trainer.mpu"):
         yield "trainer.mpu", "cannot be combined with tensor_parallel, which divides the ranks itself", "leave it out"
+
+
+@enter("partition-config")
+def _partition_config(document: Document) -> Iterator[Finding]:
+    """partition_config and preset_model take the place of plan, so only one of them can count. Patterns are regular
+    expressions; a shape says how the outputs of a layer are divided, so it has no meaning for rows."""
+    if not isinstance(read(document, "tensor_parallel.plan", "auto"), str):
+        for key in ("partition_config", "preset_model"):
+            if read(document, f"tensor_parallel.{key}") is not None:
+                yield f"tensor_parallel.{key}", "cannot be combined with tensor_parallel.plan", "keep one of them"
+    path = ("tensor_parallel", "partition_config", "layer_specs")
+    for number, spec in enumerate(read(document, ".".join(path), []) or []):
+        here = (*path, number)
+        patterns = spec.get("patterns") if isinstance(spec, dict) else None
+        for index, pattern in enumerate(patterns if isinstance(patterns, list) else []):
+            if fault := _find_fault(pattern):
+                yield (*here, "patterns", index), f"is no regular expression: {fault}", "escape special characters"
+        if patterns and spec.get("shape"):
+            yield from _check_shape(here, spec)
+
+
+def _find_fault(pattern: Any) -> str:
+    try:
+        re.compile(str(pattern))
+    except re.error as error:
+        return str(error)
+    return ""
+
+
+def _check_shape(here: Path, spec: dict[str, Any]) -> Iterator[Finding]:
+    shape, dim = spec["shape"], spec.get("partition_dim") or 0
+    fits = [
+        dim == 0 and len(shape) == 2 and (_is_size(shape[0]) or _are_sizes(shape[0])),
+        dim == 1 and len(shape) == 3 and _is_size(shape[0]),
+    ]
+    if spec.get("partition_type", "column") != "column":
+        yield (*here, "shape"), "only has a meaning with partition_type column", "leave it out"
+    elif not any(fits):
+        hint = "use [n, -1] or [[a, b, ...], -1] with partition_dim 0, or [n, -1, inputs] with partition_dim 1"
+        yield (*here, "shape"), f"{shape} cannot be divided along partition_dim {dim}", hint
+    elif spec.get("gather_output"):
+        yield (*here, "gather_output"), "cannot be combined with shape", "leave one of them out"
+
+
+def _is_size(value: Any) -> bool:
+    return isinstance(value, int) and not isinstance(value, bool) and value > 0
+
+
+def _are_sizes(value: Any) -> bool:
+    return isinstance(value, list) and bool(value) and all(map(_is_size, value))
 
 
 @enter("tensor-parallel-compiled")

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+import warnings
 from collections.abc import Mapping
 from typing import Any, NamedTuple
 
@@ -10,11 +11,20 @@ from torch import nn
 
 from dsjob.compute.find_blocks import find_blocks
 from dsjob.contract.divided import TensorParallel
-from dsjob.errors import UsageError
+from dsjob.errors import ConfigWarning, UsageError
 from dsjob.parallel.strategy import align
+from dsjob.parallel.tensor import partition_config
 from dsjob.parallel.tensor.contexts import divide_contexts, register_end
+from dsjob.parallel.tensor.guesses import guess
 from dsjob.parallel.tensor.losses import keep_logits_divided
-from dsjob.parallel.tensor.plans import Choice, divide_vocabulary, find_plan, find_unused, match
+from dsjob.parallel.tensor.plans import (
+    Choice,
+    divide_vocabulary,
+    find_plan,
+    find_unused,
+    match,
+    refuse_without_plan,
+)
 from dsjob.parallel.tensor.sequences import Sequences, divide_sequences
 from dsjob.parallel.tensor.streams import Streams, draws
 from dsjob.parallel.tensor.styles import Place, colwise, divide_rows, read_features, rowwise
@@ -60,24 +70,58 @@ def divide_model(model: nn.Module, section: TensorParallel, world: World) -> Div
 
 def _divide_layers(model: nn.Module, section: TensorParallel, world: World) -> Divided:
     ranks = world.tensor
-    plan = find_plan(model, section.plan if isinstance(section.plan, Mapping) else None, ranks.size)
-    _require_used(model, plan, section, world)
+    chosen = _choose(model, section, world)
     _require_heads(model, ranks.size)
     # Otherwise, ranks could keep parts of different weights: a program may have seeded them differently.
     align(model, dataclasses.replace(world, data_group=ranks.group))
-    chosen = match(model, plan)
     if section.loss_parallel:
         chosen |= divide_vocabulary(model, chosen)
     partial = _divide_all(model, chosen, section, world)
     named = dict(model.named_parameters())
     splits = {name: split for name, parameter in named.items() if (split := find_split(parameter)) is not None}
-    if not splits and world.pipe.size == 1:
+    if not splits and world.pipe.size == 1 and section.partition_config is None:
         raise UsageError(
             f"tensor_parallel.plan divides no layer of {type(model).__name__}",
             hint="give some layers the styles colwise and rowwise",
         )
     names = frozenset(name for name, p in named.items() if id(p) in partial and name not in splits)
     return Divided(splits, ((names, ranks),) if names else ())
+
+
+def _choose(model: nn.Module, section: TensorParallel, world: World) -> dict[str, Choice]:
+    """The choice for each module, by its name. Raises UsageError."""
+    listed = partition_config.choose(model, section)
+    if listed is not None:
+        if any(all_gather(world.pipe, bool(listed))):
+            return listed
+        raise UsageError(
+            f"tensor_parallel: no pattern of partition_config or preset_model matches a layer of"
+            f" {type(model).__name__}",
+            hint="patterns match the names of parameters from their beginning: .*\\.o_proj\\.weight$, for example",
+        )
+    plan = find_plan(model, section.plan if isinstance(section.plan, Mapping) else None)
+    if plan is not None:
+        _require_used(model, plan, section, world)
+        return match(model, plan)
+    guessed = guess(model)
+    if any(all_gather(world.pipe, bool(guessed))):
+        if world.everyone.rank == 0:
+            warnings.warn(_describe_guess(model, guessed), ConfigWarning, stacklevel=2)
+        return guessed
+    raise refuse_without_plan(model, world.tensor.size)
+
+
+def _describe_guess(model: nn.Module, guessed: Mapping[str, Choice]) -> str:
+    named: dict[str, list[str]] = {"colwise": [], "rowwise": []}
+    for name, choice in guessed.items():
+        pattern = ".".join("*" if part.isdigit() else part for part in name.split("."))
+        if pattern not in named.get(choice.style, (pattern,)):
+            named[choice.style].append(pattern)
+    listed = "; ".join(f"{style}: {', '.join(patterns)}" for style, patterns in named.items())
+    return (
+        f"tensor_parallel: {type(model).__name__} has no plan, so its layers are divided by their names, sizes and"
+        f" order ({listed}); tensor_parallel.plan can say otherwise"
+    )
 
 
 def _divide_all(model: nn.Module, chosen: Mapping[str, Choice], section: TensorParallel, world: World) -> set[int]:

@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import itertools
 import re
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Mapping, Sequence
 from typing import Any, NamedTuple
 
 from torch import nn
@@ -17,6 +17,7 @@ from torch import nn
 from dsjob.errors import UsageError
 from dsjob.parallel.pipeline.walk import Absent
 from dsjob.parallel.tensor.styles import read_features
+from dsjob.ranks.splits import Sections
 
 STYLES = (
     "colwise",
@@ -44,7 +45,7 @@ class Choice(NamedTuple):
     """What happens to a module. sections: see `Split`. divide: attributes of it that count what a rank holds."""
 
     style: str = "replicate"
-    sections: int = 1
+    sections: Sections = 1
     divide: tuple[str, ...] = ()
 
 
@@ -85,7 +86,8 @@ def read_plan(given: Mapping[str, Any]) -> dict[str, Choice]:
 def _read_choice(pattern: str, value: Any) -> Choice:
     value = {"style": value} if isinstance(value, str) else value
     style = str(value.get("style", "replicate"))
-    sections = 2 if style == "packed_colwise" else int(value.get("sections", 1))
+    sections = 2 if style == "packed_colwise" else value.get("sections", 1)
+    sections = tuple(map(int, sections)) if isinstance(sections, Sequence) else int(sections)
     style = "colwise" if style == "packed_colwise" else _ALSO.get(style, style)
     if style not in STYLES:
         raise UsageError(
@@ -95,16 +97,14 @@ def _read_choice(pattern: str, value: Any) -> Choice:
     return Choice(style, sections, tuple(value.get("divide", ())))
 
 
-def find_plan(model: nn.Module, given: Mapping[str, Any] | None, size: int) -> dict[str, Choice]:
-    """The plan for a model: `given`, or the model's own (`tp_plan`), or the one for its kind. Raises UsageError."""
+def find_plan(model: nn.Module, given: Mapping[str, Any] | None) -> dict[str, Choice] | None:
+    """The plan for a model: `given`, or the model's own (`tp_plan`), or the one for its kind; None if there is none.
+    Raises UsageError."""
     if given is not None:
         return read_plan(given)
     own = getattr(model, "tp_plan", None) or getattr(model, "_tp_plan", None)
     known = _KNOWN.get(str(getattr(getattr(model, "config", None), "model_type", "")))
-    if own or known:
-        return _without_tied(model, read_plan(own or known or {}))
-    name = type(model).__name__
-    raise UsageError(f"tensor_parallel.size is {size}, but {name} has no plan for it", hint=_suggest(model, size))
+    return _without_tied(model, read_plan(own or known or {})) if own or known else None
 
 
 def _without_tied(model: nn.Module, plan: dict[str, Choice]) -> dict[str, Choice]:
@@ -162,8 +162,13 @@ def _compile(pattern: str) -> re.Pattern[str]:
     return re.compile(rf"(?:^|\.){whole}$")
 
 
+def refuse_without_plan(model: nn.Module, size: int) -> UsageError:
+    """The error for a model without a plan: how to write one, with the layers that can be divided."""
+    name = type(model).__name__
+    return UsageError(f"tensor_parallel.size is {size}, but {name} has no plan for it", hint=_suggest(model, size))
+
+
 def _suggest(model: nn.Module, size: int) -> str:
-    """How to write a plan for a model, with the layers that can be divided."""
     layers = list(_list_layers(model, size))
     pairs = [
         (first, second)

@@ -28,7 +28,7 @@ from dsjob.parallel.tensor import regions
 from dsjob.parallel.tensor.sequences import Sequences
 from dsjob.parallel.tensor.streams import Streams
 from dsjob.ranks.mesh import Ranks
-from dsjob.ranks.splits import Split, cut, find_split, mark_split
+from dsjob.ranks.splits import Sections, Split, cut, find_split, mark_split
 
 
 class Place(NamedTuple):
@@ -77,7 +77,7 @@ def read_features(module: nn.Module) -> Features | None:
     return None
 
 
-def split_parameter(parameter: Tensor, dim: int, place: Place, sections: int = 1) -> None:
+def split_parameter(parameter: Tensor, dim: int, place: Place, sections: Sections = 1) -> None:
     """Keeps this rank's part of a parameter, in place. Tied layers must divide it in the same way."""
     known = find_split(parameter)
     if known is not None:
@@ -91,24 +91,26 @@ def split_parameter(parameter: Tensor, dim: int, place: Place, sections: int = 1
     parameter.tensor_model_parallel = True  # type: ignore[attr-defined]
 
 
-def _require_divisible(size: int, what: str, place: Place, sections: int = 1) -> None:
-    parts = place.ranks.size * sections
-    if size % parts:
-        told = f"{place.ranks.size}" + (f" x {sections} sections" if sections > 1 else "")
-        raise place.refuse(
-            f"has {size} {what}, which do not divide among {told} ranks"
-            if sections == 1
-            else f"has {size} {what}, which do not divide into {told}",
-            "leave it out of tensor_parallel.plan, or use another tensor_parallel.size",
-        )
+def _require_divisible(size: int, what: str, place: Place, sections: Sections = 1) -> None:
+    ranks, hint = place.ranks.size, "leave it out of tensor_parallel.plan, or use another tensor_parallel.size"
+    if isinstance(sections, int):
+        if size % (ranks * sections):
+            among = f"among {ranks} ranks" if sections == 1 else f"into {ranks} x {sections} sections"
+            raise place.refuse(f"has {size} {what}, which do not divide {among}", hint)
+        return
+    if sum(sections) != size:
+        hint = "its sections must add up to them"
+        raise place.refuse(f"has {size} {what}, but its sections have {sum(sections)}", hint)
+    if uneven := next((length for length in sections if length % ranks), None):
+        raise place.refuse(f"has a section of {uneven} {what}, which do not divide among {ranks} ranks", hint)
 
 
 def colwise(
-    module: nn.Module, place: Place, *, gathers: bool = False, divisible: bool = True, sections: int = 1
+    module: nn.Module, place: Place, *, gathers: bool = False, divisible: bool = True, sections: Sections = 1
 ) -> None:
     """See the table above. divisible: whether the ranks must have equally many outputs."""
     if isinstance(module, nn.Embedding):
-        _divide_columns(module, place)
+        _divide_columns(module, place, gathers=gathers)
         return
     features, weight = _require_linear(module, place)
     if divisible and not gathers:
@@ -126,10 +128,13 @@ def colwise(
         _entering_streams(module, place, place.streams)
 
 
-def _divide_columns(module: nn.Embedding, place: Place) -> None:
-    _require_divisible(module.embedding_dim, "columns", place)
+def _divide_columns(module: nn.Embedding, place: Place, *, gathers: bool) -> None:
+    columns = module.embedding_dim
+    _require_divisible(columns, "columns", place)
     split_parameter(module.weight, 1, place)
-    if place.streams is not None:
+    if gathers:
+        _then(module, lambda y: regions.gather(y, -1, columns, place.ranks))
+    elif place.streams is not None:
         _entering_streams(module, place, place.streams)
 
 

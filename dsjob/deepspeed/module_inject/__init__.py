@@ -1,0 +1,7 @@
+"""`deepspeed.module_inject`: layers that ranks divide. What serves inference is absent."""
+
+from __future__ import annotations
+
+from dsjob.deepspeed.absent import explain_names as _explain_names
+
+__getattr__ = _explain_names(__name__)
