@@ -29,6 +29,8 @@ class Precision:
     gradients are divided by before they are summed over ranks; None: the number of ranks. accumulate: of gradients that
     are added up over micro steps; None: the default of the ZeRO stage.
 
+    master: of the weights that the optimizer steps, and of their gradients. state: of the optimizer's state.
+
     autocast: the lower precision of torch.autocast; None: no autocast. Gradients of `safe` modules are communicated in
     it. safe: classes by dotted name; None: torch's linear and convolution layers.
     """
@@ -39,6 +41,8 @@ class Precision:
     safe: Sequence[str] | None = None
     accumulate: torch.dtype | None = None
     predivide: float | None = None
+    master: torch.dtype = torch.float32
+    state: torch.dtype = torch.float32
 
     @classmethod
     def of(cls, spec: EngineSpec, device: torch.device) -> Precision:
@@ -54,6 +58,8 @@ class Precision:
             safe=asked.lower_precision_safe_modules,
             predivide=None if spec.prescale_gradients or factor == 1 else factor,
             accumulate=DTYPES[summed] if summed else None,
+            master=torch.bfloat16 if spec.bf16.low_masters else torch.float32,
+            state=torch.bfloat16 if spec.bf16.low_masters and spec.bf16.bf16_optimizer_states else torch.float32,
         )
 
     @property

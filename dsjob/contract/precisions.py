@@ -28,6 +28,13 @@ DtypeName = Literal[
 class Bf16:
     enabled: bool
     check_grad_overflow: bool
+    bf16_master_weights_and_grads: bool
+    bf16_optimizer_states: bool
+
+    @property
+    def low_masters(self) -> bool:
+        """Whether masters and their gradients are bf16 too."""
+        return self.enabled and self.bf16_master_weights_and_grads
 
 
 @dataclass(frozen=True, slots=True)

@@ -21,6 +21,7 @@ from dsjob.errors import UsageError
 
 _HERE = __package__
 _INFERENCE = "dsjob trains; engine.module.generate() works, and `dsjob convert --to hf` writes a folder for a server"
+_DIVIDED = "initialize divides a model's layers, as tensor_parallel in the config says"
 _EXPERTS = "expert parallelism is not built; a model with experts trains under ZeRO like any other"
 _NVME = "the config's offload_optimizer and offload_param sections keep state on a disk: device nvme, with nvme_path"
 _OPTIMIZER = "engine.optimizer is the optimizer itself, without a wrapper; `dsjob plan` predicts the memory of a job"
@@ -34,7 +35,14 @@ ALTERNATIVES = {
     "InferenceEngine": _INFERENCE,
     "inference": _INFERENCE,
     "model_implementations": _INFERENCE,
-    "module_inject": _INFERENCE,
+    "module_inject.replace_module": _INFERENCE,
+    "module_inject.containers": _INFERENCE,
+    "module_inject.policy": _INFERENCE,
+    "module_inject.replace_policy": _INFERENCE,
+    "module_inject.load_checkpoint": _INFERENCE,
+    "module_inject.auto_tp": _DIVIDED,
+    "module_inject.tp_shard": _DIVIDED,
+    "module_inject.autotp_config": _DIVIDED,
     "default_inference_config": _INFERENCE,
     "add_tuning_arguments": "schedules are set in the config's scheduler section",
     "DeepSpeedHybridEngine": _INFERENCE,

@@ -9,6 +9,7 @@ from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from typing import Any, TypeVar
 
+import torch
 import torch.distributed as dist
 from torch import nn
 from torch.optim import Optimizer
@@ -30,8 +31,9 @@ from dsjob.engine.engine import Engine
 from dsjob.engine.native import choose_layers, choose_ops
 from dsjob.errors import ConfigError, ConfigWarning, Problem, TargetError, UsageError
 from dsjob.optim import build_optimizer, build_scheduler
+from dsjob.optim.narrow import keep_state_in
 from dsjob.optim.onebit.own_gradients import require_data_parallel
-from dsjob.optim.parts import updates_parts
+from dsjob.optim.parts import updates_elements, updates_parts
 from dsjob.optim.schedules import settle_length
 from dsjob.parallel import Strategy, build_strategy
 from dsjob.parallel.pipeline.module import PipelineModule
@@ -257,7 +259,7 @@ def build_engine(
         # The masters are new objects under FSDP2 and with offloading, so `names` does not know their ids.
         called = {id(master): name for name, master in masters.items()}
         built = build_optimizer(spec.optimizer, over, trust, called)
-    _prepare_optimizer(built, strategy, spec)
+    _prepare_optimizer(built, strategy, spec, precision)
     scheduler = _make_scheduler(lr_scheduler, spec, built, trust)
     return kind(
         strategy,
@@ -270,7 +272,7 @@ def build_engine(
     )
 
 
-def _prepare_optimizer(built: Optimizer | None, strategy: Strategy, spec: EngineSpec) -> None:
+def _prepare_optimizer(built: Optimizer | None, strategy: Strategy, spec: EngineSpec, precision: Precision) -> None:
     """Chooses native ops for the optimizer. Raises UsageError if it does not suit how the model is spread."""
     require_data_parallel(built, strategy.world)
     if built is None:
@@ -283,6 +285,14 @@ def _prepare_optimizer(built: Optimizer | None, strategy: Strategy, spec: Engine
             hint="use AdamW, Lamb or Muon; if it updates each element on its own, give its class updates_parts = True",
         )
     choose_ops(built, strategy.masters.values(), spec.ops, strategy.world)
+    if precision.master != torch.float32:
+        if not updates_elements(built):
+            raise UsageError(
+                f"bf16.bf16_master_weights_and_grads: {type(built).__name__} would see only this rank's parts of"
+                " parameters",
+                hint="use AdamW; if it updates each element on its own, give its class updates_parts = True",
+            )
+        keep_state_in(built, precision.state)
 
 
 def _spread(

@@ -14,6 +14,7 @@ from dsjob.compute.loss_scale import LossScaler
 from dsjob.compute.precision import Precision
 from dsjob.compute.verdict import Verdict, can_decide
 from dsjob.contract.spec import EngineSpec
+from dsjob.optim.narrow import find_kept
 from dsjob.parallel import Strategy
 from dsjob.ranks.agreement import all_gather
 from dsjob.ranks.mesh import Ranks
@@ -64,7 +65,7 @@ class Update:
         Raises LossScaleError if the loss scale would fall below its minimum.
         """
         self.norm, self.divisor = self._clip(), None
-        if self.skips and self.scaler is None and self._strategy.guard is None and can_decide(optimizer):
+        if self.skips and self.scaler is None and self._strategy.guard is None and _can_decide(optimizer):
             self._take_unread(optimizer, schedule, lr_kwargs, self.norm.isfinite())
             return
         # bool() waits for the device. The norm is over all ranks, so they decide alike.
@@ -112,3 +113,8 @@ class Update:
             return names
         found = all_gather(self._everyone, names)
         return [name for name in self._strategy.masters if any(name in names for names in found)]
+
+
+def _can_decide(optimizer: Optimizer) -> bool:
+    """Whether the device can skip a step, which then computes with the parameters themselves."""
+    return find_kept(optimizer) is None and can_decide(optimizer)

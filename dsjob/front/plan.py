@@ -21,7 +21,7 @@ from dsjob.launch import launcher
 from dsjob.launch.rank import add_import_folders
 from dsjob.planning.communication import predict_checkpoint, predict_communication
 from dsjob.planning.fit import Job
-from dsjob.planning.model import COMPRESSING, Layout, Model, Offload, OptimizerState, assume_state
+from dsjob.planning.model import COMPRESSING, MASTER_SIZE, Layout, Model, Offload, OptimizerState, assume_state
 from dsjob.planning.report import Activations, Course, Plan, Share, find_largest
 from dsjob.trust.grant import Trust
 
@@ -186,6 +186,8 @@ def _read_layout(spec: JobSpec, world_size: int, offload: Offload | None) -> Lay
         most_stage=2 if str(spec.pipeline.schedule) == "zero-bubble" else 3,
         context=spec.context_parallel.size,
         tensor=spec.tensor_parallel.ranks,
+        master=2 if spec.bf16.low_masters else MASTER_SIZE,
+        state=2 if spec.bf16.low_masters and spec.bf16.bf16_optimizer_states else MASTER_SIZE,
         second=zero.zero_hpz_partition_size if zero.stage == 3 and zero.zero_hpz_partition_size > 1 else 0,
     )
     if layout.offload == "param" and layout.stages > 1:

@@ -22,6 +22,7 @@ from dsjob.ops import cpu_optimizers as kernels
 from dsjob.optim.adam import DeepSpeedAdam
 from dsjob.optim.lamb import Lamb
 from dsjob.optim.lion import Lion
+from dsjob.optim.narrow import find_kept, step_in_fp32
 from dsjob.optim.parts import is_plain, step_own_parts
 from dsjob.optim.shards import local
 
@@ -62,6 +63,13 @@ def take_step(optimizer: Optimizer, copies: Copies = MappingProxyType({})) -> li
     copies: by parameter, contiguous bf16 or fp16 tensors on the host. Where kernels step a parameter, they also write
     its new weights there, which saves a pass over them. Returns these parameters.
     """
+    if find_kept(optimizer) is not None:
+        step_in_fp32(optimizer, _take)
+        return []
+    return _take(optimizer, copies)
+
+
+def _take(optimizer: Optimizer, copies: Copies = MappingProxyType({})) -> list[Tensor]:
     factor = _factors.get(optimizer)
     if factor is not None and is_plain(optimizer):  # hooks may have been added since
         return _step_on_host(optimizer, factor, copies)

@@ -56,6 +56,12 @@ def updates_parts(optimizer: Optimizer) -> bool:
     return isinstance(optimizer, (*_SEPARATE, PartwiseOptimizer)) or getattr(optimizer, "updates_parts", False) is True
 
 
+def updates_elements(optimizer: Optimizer) -> bool:
+    """Whether each element depends on itself alone, so that a step over any parts of parameters may stand for one over
+    the parameters."""
+    return isinstance(optimizer, _SEPARATE) or getattr(type(optimizer), "updates_parts", False) is True
+
+
 def is_plain(optimizer: Optimizer) -> bool:
     """Whether a step of `optimizer` runs no code but torch's and dsjob's."""
     kind = type(optimizer)

@@ -4,10 +4,11 @@ Masters are on the model's device, or on the host, where the optimizer then step
 masters and parameters are on different devices and host memory is pinned, copies overlap with the passes and with the
 optimizer's step.
 
-Masters are fp32, whatever the dtype of the model. With FSDP2, the sharded parameters themselves are the masters, and
-MixedPrecisionPolicy makes the compute copies. A replicated bf16 model is cast in place and has separate masters, as in
-DeepSpeed. Offloading changes no bit of a run, and nothing in a checkpoint. All gradients must arrive before the first
-weight is stepped, because clipping needs their norm.
+Masters are fp32, whatever the dtype of the model, or bf16 (`bf16_master_weights_and_grads`). With FSDP2, the sharded
+parameters themselves are the masters, and MixedPrecisionPolicy makes the compute copies. A replicated bf16 model is
+cast in place and has separate masters, as in DeepSpeed, unless they are bf16. Offloading changes no bit of a run, and
+nothing in a checkpoint. All gradients must arrive before the first weight is stepped, because clipping needs their
+norm.
 """
 
 from __future__ import annotations
@@ -45,9 +46,10 @@ class Masters(Pairs):
         host: Container[str] = (),
         pin: bool = False,
         disk: StateOnDisk | None = None,
+        dtype: torch.dtype = torch.float32,
     ) -> None:
         """host: names of parameters whose masters are on the host. pin: use pinned memory for them. disk: keeps them,
-        and their optimizer state, between steps. Raises StorageError."""
+        and their optimizer state, between steps. dtype: of the masters. Raises StorageError."""
         self._disk = disk
         # A separate stream only helps with pinned memory: copies from and to pageable memory block the host.
         far = [p.device for name, p in parameters.items() if name in host and p.device.type == "cuda"]
@@ -57,13 +59,13 @@ class Masters(Pairs):
             # Before the caller casts the parameters: the masters keep bits that a lower precision loses.
             on_host = name in host
             if on_host and disk is not None:
-                kept = disk.keep(parameter.data, torch.float32)
+                kept = disk.keep(parameter.data, dtype)
                 pairs[name] = Pair(parameter, nn.Parameter(kept), on_host, on_disk=True, is_sent=True)
                 continue
             device, pins = HOST if on_host else parameter.device, on_host and side is not None
-            # fp32, in the parameter's shape. For a shard, that is the whole shape, but it only has memory for this
+            # In the parameter's shape. For a shard, that is the whole shape, but it only has memory for this
             # rank's part.
-            master = torch.empty_like(parameter.data, dtype=torch.float32, device=device, pin_memory=pins)
+            master = torch.empty_like(parameter.data, dtype=dtype, device=device, pin_memory=pins)
             # empty_like keeps the placements of a DTensor; only this rank's part, local(...), has bytes to copy.
             local(master).copy_(local(parameter.data))
             pairs[name] = Pair(parameter, nn.Parameter(master), on_host)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from typing import cast
 
 import torch
 import torch.distributed as dist
@@ -37,15 +38,25 @@ def _norm_in_one_place(gradients: Sequence[Tensor]) -> Tensor:
         (mesh, placements), *_ = filter(None, meshes)
         if mesh.ndim == 1 and placements[0].is_shard():
             return _norm_of_shards(gradients, mesh.get_group())
-    if devices <= {place.type}:
+    low = any(gradient.dtype in (torch.bfloat16, torch.float16) for gradient in gradients)
+    if low and not devices:
+        return cast(Tensor, torch.linalg.vector_norm(torch.stack(_norms(gradients))))
+    if devices <= {place.type} and not low:
         norm = get_total_norm(gradients, norm_type=2.0)
         return norm.full_tensor() if isinstance(norm, DTensor) else norm
     # Shards on the host, of a mesh of GPUs. DTensor would reduce them on the host, where NCCL cannot communicate.
     # fp32 [gradients]: of this rank's parts.
-    squares = torch.stack(torch._foreach_norm([local(gradient) for gradient in gradients])).float().square()
+    squares = torch.stack(_norms(gradients)).float().square()
     sums = squares[:, None].to(devices.pop())
     add_parts(sums, gradients)
     return sums.sum().sqrt().to(place)
+
+
+def _norms(gradients: Sequence[Tensor]) -> list[Tensor]:
+    """Of this rank's parts; fp32 at least."""
+    own = [local(gradient) for gradient in gradients]
+    low = any(part.dtype in (torch.bfloat16, torch.float16) for part in own)
+    return list(torch._foreach_norm(own, 2, torch.float32) if low else torch._foreach_norm(own))
 
 
 @torch.no_grad()
@@ -53,7 +64,7 @@ def _norm_of_shards(gradients: Sequence[Tensor], group: dist.ProcessGroup) -> Te
     """What `get_total_norm` computes for DTensors, in the same order, on plain tensors: DTensor's dispatch would take
     longer on the host than the arithmetic."""
     # [gradients]: the squares of this rank's parts, then of whole gradients.
-    squares = torch.stack(torch._foreach_norm([local(gradient) for gradient in gradients])).square()
+    squares = torch.stack(_norms(gradients)).square()
     dist.all_reduce(squares, group=group)
     norm: Tensor = torch.linalg.vector_norm(squares.sqrt())
     return norm

@@ -56,7 +56,7 @@ class Replicated(Strategy):
         self._dtype, self._device = precision.compute, world.device
         self._armed = False  # DDP was told to reduce in a backward pass since gradients were last taken
         self._by_hand = False  # this step may have gradients that DDP does not reduce
-        low = precision.compute != torch.float32
+        low = precision.compute != precision.master  # then masters are separate
         trainable = {name: p for name, p in model.named_parameters() if p.requires_grad}
         offload = zero.offload_optimizer if zero.offload == "optimizer" else None
         # As on several ranks: at stages 2 and 3, gradients accumulate in the shards of the masters.
@@ -64,14 +64,16 @@ class Replicated(Strategy):
         self._sums_in_masters = in_fp32 and (low or offload is not None)
         self._boundary = True
         if not low:
-            widen(model)
+            widen(model, precision.master)
         host = choose_host(trainable, offload.ratio) if offload else set()
         if host:
             use_cores(world.device)
         copied = {name: p for name, p in trainable.items() if p.is_floating_point() and (low or name in host)}
         if copied:
-            self.copies = Masters(copied, host, pin=offload is not None and offload.pin_memory, disk=disk)
-        if low:
+            self.copies = Masters(
+                copied, host, pin=offload is not None and offload.pin_memory, disk=disk, dtype=precision.master
+            )
+        if precision.compute != torch.float32:
             keep_statistics_wide(model)
             _cast(model, precision.compute)
         if self.copies is not None and offload is not None:

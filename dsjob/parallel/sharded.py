@@ -89,7 +89,7 @@ class Sharded(Strategy):
         placed = lay_aside(model)
         # Before sharding: afterwards no rank has a whole tensor that could be compared or cast.
         align(model, world)
-        widen(model)
+        widen(model, precision.master)
         left = _move_unshardable(model, world.device)
         keep_off = zero.offload_param if zero.offload == "param" else None
         pin = keep_off is not None and keep_off.pin_memory and world.device.type == "cuda"
@@ -148,7 +148,7 @@ class Sharded(Strategy):
         # anyway.
         low = precision.compute if precision.compute == precision.reduce != torch.float32 else None
         copied = {name: p for name, p in trainable.items() if (low or name in host) and name not in whole}
-        self.copies = Masters(copied, host, pin=offload.pin_memory, disk=self.disk)
+        self.copies = Masters(copied, host, pin=offload.pin_memory, disk=self.disk, dtype=precision.master)
         if low:
             _cast(self.module, list(copied.values()), low)
         # FSDP2 leaves a gradient on a shard only once it is reduced, so it may go to the host at once.

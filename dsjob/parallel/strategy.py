@@ -376,8 +376,9 @@ def mark_safe(model: nn.Module, precision: Precision) -> list[nn.Module]:
     return modules
 
 
-def widen(model: nn.Module) -> None:
-    """Casts half-precision parameters to fp32, in place. As masters, they would lose small optimizer updates."""
+def widen(model: nn.Module, dtype: torch.dtype = torch.float32) -> None:
+    """Casts parameters to the dtype of masters, in place. In half precision, they lose small optimizer updates."""
+    known = (torch.bfloat16, torch.float16, *((torch.float32,) if dtype != torch.float32 else ()))
     for parameter in model.parameters():
-        if parameter.dtype in (torch.bfloat16, torch.float16):
-            parameter.data = parameter.data.float()
+        if parameter.dtype in known:
+            parameter.data = parameter.data.to(dtype)

@@ -5,7 +5,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import Literal
 
-from dsjob.planning.model import MASTER_SIZE, Layout, Model, OptimizerState, count
+from dsjob.planning.model import MASTER_SIZE, Layout, Model, OptimizerState, count, keep_masters
 
 Axis = Literal["pipe", "data", "context", "tensor"]
 Collective = Literal["all-reduce", "all-gather", "reduce-scatter", "broadcast", "all-to-all", "send"]
@@ -88,12 +88,13 @@ def predict_checkpoint(model: Model, layout: Layout, state: OptimizerState) -> C
 
     Frozen parameters are saved in the model's own dtype. Headers and manifests add a few kilobytes.
     """
-    cast = layout.replicated and layout.compute < MASTER_SIZE
+    model, state = keep_masters(model, layout, state)
+    cast = layout.replicated and layout.compute < layout.master
     weights = 0
     for weight in model.weights:
-        kept = MASTER_SIZE if weight.trainable else layout.compute
+        kept = layout.master if weight.trainable else layout.compute
         weights += weight.elements * (kept if cast else weight.itemsize)
-    trained = sum(w.elements * (MASTER_SIZE if cast else w.itemsize) for w in model.trainable)
+    trained = sum(w.elements * (layout.master if cast else w.itemsize) for w in model.trainable)
     state_size = round(state.copies_saved(layout.world_size) * trained) + state.per_parameter * len(model.trainable)
     whole = weights + model.buffers + state_size
     share = whole / count(model.weights) * sum(w.padded(layout.world_size) for w in model.weights) if whole else 0

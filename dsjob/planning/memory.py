@@ -14,12 +14,12 @@ from dataclasses import dataclass, replace
 from typing import Literal
 
 from dsjob.contract.sharding import DISK_BUFFERS, DISK_PART, choose_ahead, choose_kept, choose_share
-from dsjob.planning.model import MASTER_SIZE, Layout, Model, OptimizerState, Weight, count
+from dsjob.planning.model import MASTER_SIZE, Layout, Model, OptimizerState, Weight, count, keep_masters
 
 Moment = Literal["forward", "backward", "step"]
 Place = Literal["device", "host", "disk"]
 MOMENTS: tuple[Moment, ...] = ("forward", "backward", "step")
-STATES = ("parameters", "gradients", "fp32 masters", "optimizer state")
+STATES = ("parameters", "gradients", "fp32 masters", "masters", "optimizer state")
 BUCKET = 25 << 20  # bytes of a DDP bucket
 
 
@@ -97,6 +97,7 @@ def predict_memory(
     kept on the host. `largest_activation`: bytes of the largest activation. The backward pass holds its gradient while
     most activations are still in memory.
     """
+    model, state = keep_masters(model, layout, state)
     items = _replicated(model, layout, state) if layout.replicated else _sharded(model, layout, state, rank)
     if model.buffers:
         items.append(_always("model buffers", model.buffers))
@@ -112,7 +113,7 @@ def predict_memory(
 def _replicated(model: Model, layout: Layout, state: OptimizerState) -> list[Item]:
     """Stage 0, or a single rank. Below fp32 the model is a copy of fp32 masters. DDP's buckets hold the gradients, but
     not in a pipeline, which has no DDP."""
-    cast, ddp = layout.compute < MASTER_SIZE, layout.world_size > 1 and layout.stages == 1
+    cast, ddp = layout.compute < layout.master, layout.world_size > 1 and layout.stages == 1
     near, far = _split(model, layout)
     if far:
         return [
@@ -122,7 +123,7 @@ def _replicated(model: Model, layout: Layout, state: OptimizerState) -> list[Ite
             *_host_items(model, far, [w.elements for w in far], state, layout, layout.compute),
         ]
     own = sum(w.elements * (layout.compute if cast else w.itemsize) for w in model.trainable)
-    masters = MASTER_SIZE * count(model.trainable) if cast else 0
+    masters = layout.master * count(model.trainable) if cast else 0
     several = layout.grad_accum > 1
     sums = masters if several and layout.sums_in_masters else 0
     # DDP makes gradients views of its buckets only when it reduces; accumulated gradients are extra memory until then.
@@ -139,7 +140,7 @@ def _replicated(model: Model, layout: Layout, state: OptimizerState) -> list[Ite
 
 
 def _held(model: Model, layout: Layout) -> int:
-    cast = layout.compute < MASTER_SIZE
+    cast = layout.compute < layout.master
     return sum(w.elements * (layout.compute if cast else w.itemsize) for w in model.weights)
 
 
@@ -158,9 +159,9 @@ def _split(model: Model, layout: Layout) -> tuple[list[Weight], list[Weight]]:
 
 def _streamed_items(model: Model, layout: Layout, near: list[Weight]) -> list[Item]:
     """Gradients of a rank that holds the whole model: each moves to its master as soon as it is computed."""
-    cast = layout.compute < MASTER_SIZE
+    cast = layout.compute < layout.master
     own = sum(w.elements * (layout.compute if cast else w.itemsize) for w in model.trainable)
-    kept = count(near) * MASTER_SIZE if cast else sum(w.elements * w.itemsize for w in near)
+    kept = count(near) * layout.master if cast else sum(w.elements * w.itemsize for w in near)
     waiting = (kept if layout.sums_in_masters else own) if layout.grad_accum > 1 else 0
     largest = max((w.elements for w in model.trainable), default=0) * layout.compute
     return [
@@ -182,14 +183,18 @@ def _host_items(
 ) -> list[Item]:
     """Masters, their gradients and the optimizer state on the host. All of them stay allocated between steps. Masters
     and state may be on a disk instead. taken: bytes per element of the gradients that a GPU sends."""
-    fp32 = MASTER_SIZE * sum(elements)
-    kept = round(state.copies * fp32) + state.per_parameter * len(weights)
-    masters = fp32 if layout.disk_buffers else _round_up(model, layout, [MASTER_SIZE * each for each in elements])
+    size = layout.master * sum(elements)
+    kept = round(state.copies * size) + state.per_parameter * len(weights)
+    masters = size if layout.disk_buffers else _round_up(model, layout, [layout.master * each for each in elements])
     # In page-locked memory, all gradients of a step may be on their way at once, and the allocator keeps their memory.
     sent = _round_up(model, layout, [taken * each for each in elements]) if layout.pinned else 0
     return [
-        _always("fp32 masters", masters, place="disk" if layout.disk_buffers else "host"),
-        _always("gradients", fp32, place="host", note="kept from step to step"),
+        _always(
+            "fp32 masters" if layout.master == MASTER_SIZE else "masters",
+            masters,
+            place="disk" if layout.disk_buffers else "host",
+        ),
+        _always("gradients", size, place="host", note="kept from step to step"),
         _always("gradients in transit", sent, place="host", note="in page-locked memory"),
         _always("optimizer state", kept, place="disk" if layout.disk_buffers else "host"),
         _disk_item(elements, 1 + state.copies, layout.disk_buffers),
@@ -276,7 +281,7 @@ def _sharded_beside(model: Model, layout: Layout, state: OptimizerState, rank: i
 
     The shards are in the compute dtype if gradients are reduced in that dtype as well.
     """
-    size, cast = layout.shards, layout.compute == layout.reduce < MASTER_SIZE
+    size, cast = layout.shards, layout.compute == layout.reduce < layout.master
     near, far = _split(model, layout)
     held = sum(w.padded(size) * (layout.compute if cast and w.trainable else w.itemsize) for w in model.weights)
     shards = [w.shard(size, rank % size) for w in near]
@@ -298,7 +303,7 @@ def _sharded_beside(model: Model, layout: Layout, state: OptimizerState, rank: i
             [w.shard(size, rank % size) for w in far],
             state,
             layout,
-            layout.compute if cast else MASTER_SIZE,
+            layout.compute if cast else layout.master,
         ),
         *_pass_items(model, layout),
     ]

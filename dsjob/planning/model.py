@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Iterable
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Literal
 
 from dsjob.contract.sharding import stands_alone
@@ -118,7 +118,8 @@ class Layout:
 
     `world_size`: the data-parallel ranks. `stages`, `context`, `tensor`: the ranks along the other axes, which hold a
     model together. `held`: the micro batches whose activations a stage of a pipeline holds at once. `most_stage`: the
-    highest ZeRO stage that the pipeline's schedule allows.
+    highest ZeRO stage that the pipeline's schedule allows. `master`, `state`: bytes per element of masters, and of the
+    optimizer's state.
     """
 
     stage: int
@@ -143,6 +144,8 @@ class Layout:
     tensor: int = 1
     held: int = 1
     most_stage: int = 3
+    master: int = MASTER_SIZE
+    state: int = MASTER_SIZE
 
     @property
     def model_ranks(self) -> int:
@@ -172,7 +175,7 @@ class Layout:
     @property
     def sums_in_masters(self) -> bool:
         """Whether a rank that holds the whole model accumulates gradients in those of its separate masters."""
-        beside = self.compute < MASTER_SIZE or self.offload == "optimizer"
+        beside = self.compute < self.master or self.offload == "optimizer"
         return beside and (self.accumulate == MASTER_SIZE if self.accumulate else self.stage > 1)
 
     @property
@@ -195,6 +198,14 @@ COMPRESSING = {  # by optimizer name; sizes after the freeze step, when the stat
 def count(weights: Iterable[Weight]) -> int:
     """The total number of elements of unsharded parameters."""
     return sum(weight.elements for weight in weights)
+
+
+def keep_masters(model: Model, layout: Layout, state: OptimizerState) -> tuple[Model, OptimizerState]:
+    """The model in the dtype of its masters, and the state's size in elements of masters."""
+    if layout.master == MASTER_SIZE:
+        return model, state
+    weights = tuple(replace(w, itemsize=min(w.itemsize, layout.master)) for w in model.weights)
+    return replace(model, weights=weights), replace(state, copies=state.copies * layout.state / layout.master)
 
 
 def assume_state(method: Method | None) -> tuple[OptimizerState, str]:

@@ -123,4 +123,5 @@ def _describe_precision(engine: Engine) -> str:
     if engine.precision.autocast is not None:
         return f"fp32, autocast to {name_dtype(engine.precision.autocast)}" + scale * engine.precision.needs_scale
     low = engine.precision.name != "fp32"
-    return engine.precision.name + ", fp32 masters" * low + scale * engine.precision.needs_scale
+    masters = f", {name_dtype(engine.precision.master)} masters"
+    return engine.precision.name + masters * low + scale * engine.precision.needs_scale

@@ -204,7 +204,6 @@ def test_another_word_than_auto_is_refused() -> None:
     [
         ("fp16", "fp16_master_weights_and_grads", True),
         ("zero_optimization", "zero_quantized_gradients", True),
-        ("bf16", "bf16_master_weights_and_grads", True),
     ],
 )
 def test_what_is_not_supported_is_an_error_with_the_reason(section: str, key: str, value: Any) -> None:

@@ -16,6 +16,7 @@ from dsjob.errors import Problem
 from dsjob.front.validate import validate_file as validate
 
 ON = {"enabled": True}
+LOW_MASTERS = {"enabled": True, "bf16_master_weights_and_grads": True}
 TWO_PARTS = {"tensor_parallel": {"autotp_size": 2}}
 BY_DEEPSPEED = {"engine": "deepspeed"}
 CALLED = {"_target_": "mine.called"}
@@ -135,19 +136,25 @@ JOBS: list[tuple[str, dict[str, Any], str, dict[str, Any]]] = [
         "autocast-with-half-precision",
         {"torch_autocast": ON, "bf16": ON},
         "torch_autocast.enabled",
-        {"torch_autocast": ON},
+        {"torch_autocast": ON, "bf16": LOW_MASTERS},
     ),
     (
         "half-precision-masters",
-        {"bf16": {"bf16_optimizer_states": True}},
+        {"bf16": {"enabled": True, "bf16_optimizer_states": True}},
         "bf16.bf16_optimizer_states",
-        {"bf16": {"bf16_optimizer_states": True, "bf16_master_weights_and_grads": True}},
+        {"bf16": {"enabled": True, "bf16_optimizer_states": True, "bf16_master_weights_and_grads": True}},
     ),
     (
         "half-precision-masters",
-        {"bf16": {"bf16_master_weights_and_grads": True}, "fp16": {"fp16_master_weights_and_grads": True}},
+        {"bf16": LOW_MASTERS, "fp16": {"fp16_master_weights_and_grads": True}},
         "fp16.fp16_master_weights_and_grads",
-        {"bf16": {"bf16_master_weights_and_grads": True}, "fp16": {"fp16_master_weights_and_grads": False}},
+        {"bf16": LOW_MASTERS, "fp16": {"fp16_master_weights_and_grads": False}},
+    ),
+    (
+        "bf16-masters-with",
+        {"bf16": {"enabled": True, "bf16_master_weights_and_grads": True}, **optimizer("Lamb")},
+        "optimizer.type",
+        {"bf16": {"enabled": True, "bf16_master_weights_and_grads": True}, **optimizer("Lion")},
     ),
     (
         "static-loss-scale-with-lamb",

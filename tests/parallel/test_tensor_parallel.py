@@ -200,6 +200,19 @@ class Plain(nn.Module):
         return self.second(self.first(x)).square().mean()
 
 
+class Unit:
+    """An mpu that divides no layers."""
+
+    def get_data_parallel_rank(self) -> int:
+        return dist.get_rank()
+
+    def get_data_parallel_world_size(self) -> int:
+        return dist.get_world_size()
+
+    def get_data_parallel_group(self) -> dist.ProcessGroup | None:
+        return dist.group.WORLD
+
+
 class Scaled(torch.optim.Optimizer):
     def step(self, closure: Any = None) -> None:
         """Does nothing."""
@@ -232,7 +245,7 @@ def refuse(world: World) -> dict[str, str]:
     call("attribute", Plain(), {**pair, "odd": {"divide": ["heads"]}})
     call("ranks", Plain(), pair, size=3)
     call("optimizer", Plain(), pair, optimizer=lambda parameters: Scaled(parameters, {}))
-    call("mpu", Plain(), pair, mpu=object())
+    call("mpu", Plain(), pair, mpu=Unit())
     engine = dsjob.initialize(
         model=Plain(),
         config={"train_batch_size": 2, "tensor_parallel": {"size": 2, "plan": {"second": "rowwise"}}},

@@ -227,6 +227,7 @@ class TrainingState:
         self.optimizer.load_state_dict({"state": state, "param_groups": ordered})
         for loaded, held in zip(self.optimizer.param_groups, own, strict=True):
             _fill_held(loaded, held)
+        _keep_dtypes(self.optimizer, state, [number for group in ordered for number in group["params"]])
         loaded_groups = iter(self.optimizer.param_groups)
         # In their order, which schedules know.
         self.optimizer.param_groups = [next(loaded_groups) if group["params"] else group for group in before]
@@ -280,6 +281,16 @@ class TrainingState:
             return {}
         names = self._names()
         return {names[id(parameter)]: entry for parameter, entry in self.optimizer.state.items()}
+
+
+def _keep_dtypes(optimizer: Optimizer, state: Mapping[int, Mapping[str, Any]], numbers: Sequence[int]) -> None:
+    """Puts state back that torch has rounded to the dtype of its parameter: fp32 state of bf16 masters."""
+    parameters = [parameter for group in optimizer.param_groups for parameter in group["params"]]
+    for parameter, number in zip(parameters, numbers, strict=True):
+        for key, value in state.get(number, {}).items():
+            held = optimizer.state[parameter].get(key)
+            if isinstance(value, Tensor) and isinstance(held, Tensor) and value.dtype == torch.float32 != held.dtype:
+                optimizer.state[parameter][key] = value.to(held.device)
 
 
 def _fill_held(group: dict[str, Any], held: Mapping[str, Tensor]) -> None:

@@ -77,9 +77,10 @@ def _amp_alone(document: Document) -> Iterator[Finding]:
 
 @enter("autocast-with-half-precision")
 def _autocast_alone(document: Document) -> Iterator[Finding]:
-    """Autocast lowers the precision of operators of an fp32 model. In a half-precision model there is nothing to
-    lower."""
-    others = [f"{name}.enabled" for name in ("fp16", "bf16") if is_on(document, name)]
+    """Autocast lowers the precision of operators of an fp32 model. In a half-precision model there is nothing to lower.
+    Only with bf16 masters, it serves to compute in fp32 what torch's policy wants in fp32."""
+    low = read(document, "bf16.bf16_master_weights_and_grads") is True
+    others = [f"{name}.enabled" for name in ("fp16", *(() if low else ("bf16",))) if is_on(document, name)]
     if is_on(document, "torch_autocast") and others:
         yield "torch_autocast.enabled", f"cannot be combined with {' and '.join(others)}", "disable one of them"
 
@@ -92,6 +93,22 @@ def _masters(document: Document) -> Iterator[Finding]:
     if read(document, "bf16.bf16_master_weights_and_grads") and read(document, "fp16.fp16_master_weights_and_grads"):
         message = "cannot be combined with bf16_master_weights_and_grads"
         yield "fp16.fp16_master_weights_and_grads", message, "keep one of the two"
+
+
+@enter("bf16-masters-with")
+def _bf16_masters(document: Document) -> Iterator[Finding]:
+    """bf16 masters are stepped as fp32 tensors, of a rank's parts of parameters: the optimizer must update each element
+    by itself. Masters on a disk, and those of fp32 models, are fp32."""
+    if not read(document, "bf16.bf16_master_weights_and_grads") or read(document, "engine") == "deepspeed":
+        return
+    place = "bf16.bf16_master_weights_and_grads"
+    if not is_on(document, "bf16"):
+        yield place, "needs bf16.enabled", "enable that too, or leave this out"
+    if read_offload(document, "optimizer") == "nvme" or read_offload(document, "param") == "nvme":
+        yield place, "cannot be combined with state on a disk (device: nvme)", "use device: cpu"
+    kind = read(document, "optimizer.type")
+    if isinstance(kind, str) and kind.lower() not in STEPPED_IN_PARTS:
+        yield "optimizer.type", f"{kind} cannot step bf16 masters", f"use one of {', '.join(STEPPED_IN_PARTS)}"
 
 
 @enter("static-loss-scale-with-lamb")
