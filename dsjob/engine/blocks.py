@@ -11,9 +11,10 @@ to 3) would confuse it, so a rule rejects this combination. Both turn off transf
 
 from __future__ import annotations
 
+import functools
 import logging
 import warnings
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from typing import Any
 
 import torch
@@ -22,7 +23,7 @@ from torch import nn
 from dsjob import checkpointing
 from dsjob.compute.activation.recompute import Recomputed
 from dsjob.compute.find_blocks import find_blocks
-from dsjob.contract.spec import Compile, EngineSpec
+from dsjob.contract.spec import EngineSpec
 from dsjob.errors import ContractError
 from dsjob.torch_private import COMPILER_LOG, LIMIT_REACHED, raise_recompile_limit
 
@@ -50,40 +51,47 @@ def prepare_blocks(model: nn.Module, spec: EngineSpec) -> None:
             "call dsjob.checkpointing.checkpoint yourself",
         )
     selective = section.mode == "selective"
-    compiled: Sequence[nn.Module] = (blocks or [model]) if spec.compile.enabled else ()
-    # The compiler must see a policy by operator, but the other recomputation would only break its graphs.
-    for block in compiled if not selective else ():
-        block.forward = Compiled(block.forward, spec.compile)
     store = checkpointing.make_store(section)
     for block in again:
         block.forward = Recomputed(block.forward, store=store, selective=selective)
-    for block in compiled if selective else ():
-        block.forward = Compiled(block.forward, spec.compile)
-    if compiled:
-        _expect_compilations(len(compiled))
-    if again or compiled:
+    chosen = spec.compile
+    if chosen.enabled:
+        mode = chosen.mode if chosen.mode != "default" else None
+        compile_blocks(model, chosen.backend, mode=mode, fullgraph=chosen.fullgraph, dynamic=chosen.dynamic)
+    if again or chosen.enabled:
         _drop_caches(model)
+
+
+def compile_blocks(model: nn.Module, backend: str, **options: Any) -> None:
+    """Compiles the repeated blocks of `model` in place, or the whole model if it has none; also after sharding.
+
+    options: arguments of torch.compile. Raises ContractError if torch does not know the backend.
+    """
+    if backend not in torch.compiler.list_backends(()):  # also those for debugging
+        known = ", ".join(torch.compiler.list_backends())
+        raise ContractError(f"compile.backend: torch has no backend {backend}", hint=f"available: {known}")
+    blocks = find_blocks(model, sharing=True) or [model]
+    for block in blocks:
+        # The compiler must see a policy by operator, but the other recomputation would only break its graphs.
+        outer = block.forward
+        owner: Any = outer if isinstance(outer, Recomputed) and not outer.selective else block
+        owner.forward = Compiled(owner.forward, backend=backend, **options)
+    _expect_compilations(len(blocks))
 
 
 class Compiled:
     """A `forward` compiled with torch.compile. A copy of the module gets its own, which is compiled again."""
 
-    def __init__(self, forward: Callable[..., Any], spec: Compile) -> None:
-        self.forward, self.spec = forward, spec
-        mode = spec.mode if spec.mode != "default" else None
-        if spec.backend not in torch.compiler.list_backends(()):  # also those for debugging
-            known = ", ".join(torch.compiler.list_backends())
-            raise ContractError(f"compile.backend: torch has no backend {spec.backend}", hint=f"available: {known}")
-        self._compiled = torch.compile(
-            forward, backend=spec.backend, mode=mode, fullgraph=spec.fullgraph, dynamic=spec.dynamic
-        )
+    def __init__(self, forward: Callable[..., Any], **options: Any) -> None:
+        self.forward, self.options = forward, options
+        self._compiled = torch.compile(forward, **options)
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
         return self._compiled(*args, **kwargs)
 
     # For deepcopy and pickle: the copy compiles its own `forward`.
     def __reduce__(self) -> Any:
-        return Compiled, (self.forward, self.spec)
+        return functools.partial(Compiled, **self.options), (self.forward,)
 
 
 def _expect_compilations(blocks: int) -> None:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Collection, Iterator, Mapping
 from contextlib import contextmanager
+from types import MappingProxyType
 from typing import Any
 
 from torch import Tensor
@@ -18,6 +19,7 @@ from dsjob.deepspeed.runtime.zero.parameter_offload import DeepSpeedZeRoOffload
 from dsjob.deepspeed.settings import Settings
 from dsjob.deepspeed.utils.logging import set_log_level_from_string
 from dsjob.engine.batches import load_batches
+from dsjob.engine.blocks import compile_blocks
 from dsjob.engine.engine import Engine
 from dsjob.errors import UsageError
 from dsjob.torch_private import is_compiled as _is_compiled
@@ -33,6 +35,7 @@ class DeepSpeedEngine(Settings, Engine):
     client_lr_scheduler: Any = None  # the argument `lr_scheduler` of `initialize`: a schedule, or a callable
     mpu: Any = None  # the argument `mpu` of `initialize`
     progressive_layer_drop: ProgressiveLayerDrop | None = None
+    _compiled = False  # whether `compile` was called
     training_dataloader: Epochs | None = None  # built from the argument `training_data` of `initialize`
 
     def __init__(self, *args: Any, **given: Any) -> None:
@@ -101,8 +104,29 @@ class DeepSpeedEngine(Settings, Engine):
 
     @property
     def is_compiled(self) -> bool:
-        """Whether the model or its blocks are compiled, by the config or by `model.compile()`."""
-        return self.spec.compile.enabled or _is_compiled(self.module)
+        """Whether the model or its blocks are compiled: by the config, by `compile` or by `model.compile()`."""
+        return self.spec.compile.enabled or self._compiled or _is_compiled(self.module)
+
+    def compile(
+        self,
+        backend: str = "inductor",
+        compile_kwargs: Mapping[str, Any] = MappingProxyType({}),
+        schedule: Any = None,
+        compiled_autograd_enabled: bool = False,
+    ) -> None:
+        """Compiles the model's repeated blocks, or the whole model if it has none, unless it is compiled already.
+
+        compile_kwargs: more arguments of torch.compile. Raises UsageError for a schedule of compiler passes and for
+        compiled autograd.
+        """
+        if schedule is not None or compiled_autograd_enabled:
+            given = "a schedule of compiler passes" if schedule is not None else "compiled_autograd_enabled"
+            raise UsageError(f"engine.compile does not support {given}", hint="leave it out: torch compiles the blocks")
+        if not self.is_compiled:
+            compile_blocks(
+                self.module, backend, **{key: compile_kwargs[key] for key in compile_kwargs if key != "backend"}
+            )
+            self._compiled = True
 
     @property
     def micro_steps(self) -> int:
