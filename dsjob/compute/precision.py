@@ -2,7 +2,8 @@
 
 As in DeepSpeed, gradients accumulate in the compute dtype at stages 0 and 1 (at stage 1 in communication_data_type, if
 given), and in fp32 at stages 2 and 3, even on one rank. With `data_types.grad_accum_dtype: fp32`, a strategy that
-cannot accumulate in fp32 reduces after each micro step, and adds to the gradients of the masters.
+cannot accumulate in fp32 reduces after each micro step, and adds to the gradients of the masters. With a lower dtype,
+the reduced gradients are kept in it between micro steps (`parallel.held_sums`).
 """
 
 from __future__ import annotations
@@ -61,6 +62,12 @@ class Precision:
             master=torch.bfloat16 if spec.bf16.low_masters else torch.float32,
             state=torch.bfloat16 if spec.bf16.low_masters and spec.bf16.bf16_optimizer_states else torch.float32,
         )
+
+    def held(self, stage: int) -> torch.dtype | None:
+        """The lower precision in which gradients are kept between micro steps, if it is not that in which a strategy
+        accumulates them by itself."""
+        own = self.compute if stage == 1 else self.master
+        return None if stage == 0 or self.accumulate in (None, torch.float32, own) else self.accumulate
 
     @property
     def needs_scale(self) -> bool:

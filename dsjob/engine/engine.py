@@ -225,6 +225,8 @@ class Engine(Saving):
             if boundary:
                 with self.strategy.parts("step"):
                     self._take_step(lr_kwargs or {})
+            else:
+                self.strategy.end_micro_step()
             skipped = None if self._update.pending else not self._update.applied
             self.rhythm.end_micro_step(stepped=boundary, skipped=skipped)
             # With a loss scale, the scale's minimum ends such a run instead.

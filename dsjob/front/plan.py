@@ -190,6 +190,7 @@ def _read_layout(spec: JobSpec, world_size: int, offload: Offload | None) -> Lay
         state=2 if spec.bf16.low_masters and spec.bf16.bf16_optimizer_states else MASTER_SIZE,
         second=zero.zero_hpz_partition_size if zero.stage == 3 and zero.zero_hpz_partition_size > 1 else 0,
     )
+    layout = replace(layout, holds=_holds(spec, layout, compute))
     if layout.offload == "param" and layout.stages > 1:
         raise UsageError(
             "parameters cannot be offloaded in a pipeline", hint="dsjob validate --explain pipeline-offload says why"
@@ -200,6 +201,14 @@ def _read_layout(spec: JobSpec, world_size: int, offload: Offload | None) -> Lay
             hint=f"zero_optimization.stage={3 if layout.offload == 'param' else '1, 2 or 3'}",
         )
     return layout
+
+
+def _holds(spec: JobSpec, layout: Layout, compute: Dtype) -> bool:
+    """Whether gradients are kept in another dtype between micro steps, as `Precision.held` decides."""
+    own = compute if layout.stage == 1 else "bf16" if spec.bf16.low_masters else "fp32"
+    summed = spec.data_types.grad_accum_dtype
+    by_itself = layout.stage == 0 or layout.stages > 1 or (layout.replicated and summed == compute)
+    return not by_itself and summed not in (None, "fp32", own)
 
 
 _Looked = tuple[Model, OptimizerState, list[Share], Course]

@@ -4,6 +4,7 @@ from torch import nn
 
 from dsjob.compute.precision import Precision
 from dsjob.contract.spec import Aio, Zero
+from dsjob.parallel.held_sums import HeldSums
 from dsjob.parallel.masters import open_disk
 from dsjob.parallel.pipeline.passes import StagePasses
 from dsjob.parallel.replicated import Replicated
@@ -39,6 +40,9 @@ def build_strategy(
         strategy = Replicated(model, zero=zero, world=world, precision=precision, disk=disk, interleaved=interleaved)
     else:
         strategy = Sharded(model, zero=zero, world=world, precision=precision, disk=disk)
+    held = precision.held(zero.stage)
+    if held is not None and not (isinstance(strategy, Replicated) and held == precision.compute):
+        strategy.held = HeldSums(held)
     strategy.splits, strategy.partial = divided.splits, divided.partial
     for name, split in divided.splits.items():
         if name in strategy.masters:

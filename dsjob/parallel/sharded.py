@@ -126,6 +126,7 @@ class Sharded(Strategy):
         # into the sharded parameters.
         travels_low = precision.reduce != torch.float32 or precision.autocast is not None
         self._defers = zero.stage == 1 and not (precision.accumulate == torch.float32 and travels_low)
+        self._defers &= precision.held(1) is None
         self._shared_buffers = SharedBuffers(model, world)
         show_whole_state(model, precision.compute, world)
 

@@ -26,6 +26,7 @@ from dsjob.optim.on_disk import StateOnDisk
 from dsjob.optim.onebit.own_gradients import unite_norms
 from dsjob.optim.parts import split
 from dsjob.optim.shards import local
+from dsjob.parallel.held_sums import HeldSums
 from dsjob.parallel.masters import Masters
 from dsjob.parallel.norms import divide, multiply, total_norm
 from dsjob.parallel.partial_sums import Partial, add_partial
@@ -114,6 +115,7 @@ class Strategy:
     guard: Callable[[list[str]], None] | None = None
     splits: Mapping[str, Split] = MappingProxyType({})  # by name: parameters of which each tensor rank has a part
     partial: Partial = ()  # parameters whose gradients other ranks than data-parallel ones add up
+    held: HeldSums | None = None  # gradients of earlier micro steps, if they are kept in another dtype
     gradient_factor: int = 1  # a step multiplies reduced gradients by it: the number of ranks to get their sum
 
     def __init__(self, model: nn.Module, world: World, precision: Precision, disk: Disk) -> None:
@@ -193,11 +195,20 @@ class Strategy:
         """A parameter's unreduced gradient on this rank; None if there is none, or if `.grad` contains it."""
         return None
 
+    def end_micro_step(self) -> None:
+        """Called after the backward passes of a micro step before the boundary."""
+        if self.held is not None:
+            if self.copies is not None:
+                self.copies.take_gradients()
+            self.held.hold(self.masters)
+
     def finish_gradients(self) -> None:
         """Called after all backward passes of a step: moves the gradients to the masters. A collective in a pipeline
         with tied layers, and with partial gradients."""
         if self.copies is not None:
             self.copies.take_gradients()
+        if self.held is not None:
+            self.held.give(self.masters)
         if self.pipeline is not None:
             self.pipeline.add_tied_gradients(self.masters)
         add_partial(self.masters, self.partial, self.world.device)
@@ -280,6 +291,8 @@ class Strategy:
 
     def drop_gradients(self) -> None:
         """Drops all gradients of a step that will not be finished."""
+        if self.held is not None:
+            self.held.drop()
         self.module.zero_grad(set_to_none=True)
         for master in self.masters.values():
             master.grad = None

@@ -101,6 +101,11 @@ def predict_memory(
     items = _replicated(model, layout, state) if layout.replicated else _sharded(model, layout, state, rank)
     if model.buffers:
         items.append(_always("model buffers", model.buffers))
+    if layout.holds and layout.grad_accum > 1:
+        size = 1 if layout.replicated else layout.shards
+        sums = layout.accumulate * sum(w.shard(size, rank % size) for w in model.trainable)
+        place: Place = "device" if layout.offload == "none" else "host"
+        items.append(Item("gradient sums", sums, sums, 0, place, note="in data_types.grad_accum_dtype"))
     if activations is not None:
         of = f"{layout.held} micro batches" if layout.held > 1 else "micro batch"
         items.append(Item("activations", activations, 0, 0, note=f"{of} of {layout.micro_batch}"))
@@ -124,7 +129,7 @@ def _replicated(model: Model, layout: Layout, state: OptimizerState) -> list[Ite
         ]
     own = sum(w.elements * (layout.compute if cast else w.itemsize) for w in model.trainable)
     masters = layout.master * count(model.trainable) if cast else 0
-    several = layout.grad_accum > 1
+    several = layout.sums_by_itself
     sums = masters if several and layout.sums_in_masters else 0
     # DDP makes gradients views of its buckets only when it reduces; accumulated gradients are extra memory until then.
     accumulated = own if several and not sums else 0
@@ -162,7 +167,7 @@ def _streamed_items(model: Model, layout: Layout, near: list[Weight]) -> list[It
     cast = layout.compute < layout.master
     own = sum(w.elements * (layout.compute if cast else w.itemsize) for w in model.trainable)
     kept = count(near) * layout.master if cast else sum(w.elements * w.itemsize for w in near)
-    waiting = (kept if layout.sums_in_masters else own) if layout.grad_accum > 1 else 0
+    waiting = (kept if layout.sums_in_masters else own) if layout.sums_by_itself else 0
     largest = max((w.elements for w in model.trainable), default=0) * layout.compute
     return [
         Item("gradients", waiting, kept, kept, note="whole while accumulating" if waiting > kept else ""),
@@ -232,8 +237,8 @@ def _sharded(model: Model, layout: Layout, state: OptimizerState, rank: int) -> 
         return _sharded_beside(model, layout, state, rank)
     size = layout.shards
     reduced = sum(w.padded(size) * w.itemsize for w in model.trainable)
-    waiting, note = (reduced, "") if layout.grad_accum > 1 and not layout.defers else (0, "")
-    if layout.grad_accum > 1 and layout.defers:
+    waiting, note = (reduced, "") if layout.sums_by_itself and not layout.defers else (0, "")
+    if layout.sums_by_itself and layout.defers:
         waiting, note = count(model.trainable) * layout.reduce, "whole while accumulating"
     shards = [w.shard(size, rank % size) for w in model.trainable]
     kept = _state_item(model.trainable, shards, state, False)
@@ -290,8 +295,8 @@ def _sharded_beside(model: Model, layout: Layout, state: OptimizerState, rank: i
     units = [unit for unit in model.units(layout.stage).values() if near_blocks & {w.unit for w in unit}]
     whole = sum(w.padded(size) * w.itemsize for unit in units for w in unit if w.trainable)
     reduced = MASTER_SIZE * sum(shards) if cast else whole
-    waiting, note = (reduced, "") if layout.grad_accum > 1 else (0, "")
-    if layout.grad_accum > 1 and layout.defers:
+    waiting, note = (reduced, "") if layout.sums_by_itself else (0, "")
+    if layout.sums_by_itself and layout.defers:
         waiting, note = count(model.trainable) * layout.reduce, "whole while accumulating"
     return [
         _always("parameters", held, note="shards in the compute dtype" if cast else "shards"),

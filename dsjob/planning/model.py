@@ -119,7 +119,8 @@ class Layout:
     `world_size`: the data-parallel ranks. `stages`, `context`, `tensor`: the ranks along the other axes, which hold a
     model together. `held`: the micro batches whose activations a stage of a pipeline holds at once. `most_stage`: the
     highest ZeRO stage that the pipeline's schedule allows. `master`, `state`: bytes per element of masters, and of the
-    optimizer's state.
+    optimizer's state. `holds`: between micro steps, gradients are kept in the accumulation dtype
+    (`parallel.held_sums`).
     """
 
     stage: int
@@ -146,6 +147,7 @@ class Layout:
     most_stage: int = 3
     master: int = MASTER_SIZE
     state: int = MASTER_SIZE
+    holds: bool = False
 
     @property
     def model_ranks(self) -> int:
@@ -170,7 +172,12 @@ class Layout:
     @property
     def defers(self) -> bool:
         """Whether gradients stay unsharded until the accumulation boundary."""
-        return self.stage == 1 and not self.accumulate == MASTER_SIZE > self.reduce
+        return self.stage == 1 and not self.holds and not self.accumulate == MASTER_SIZE > self.reduce
+
+    @property
+    def sums_by_itself(self) -> bool:
+        """Whether gradients accumulate where they are computed or reduced."""
+        return self.grad_accum > 1 and not self.holds
 
     @property
     def sums_in_masters(self) -> bool:

@@ -117,13 +117,13 @@ JOBS: list[tuple[str, dict[str, Any], str, dict[str, Any]]] = [
         "sum-in-other-precision",
         {"data_types": {"grad_accum_dtype": "fp16"}, "bf16": ON},
         "data_types.grad_accum_dtype",
-        {"data_types": {"grad_accum_dtype": "bf16"}, "bf16": ON},
+        {"data_types": {"grad_accum_dtype": "fp16"}, "bf16": ON, **zero(1)},
     ),
     (
-        "sum-in-half-precision-sharded",
-        {"data_types": {"grad_accum_dtype": "bf16"}, "bf16": ON, **zero(2)},
+        "sum-in-half-precision-piped",
+        {"data_types": {"grad_accum_dtype": "bf16"}, "pipeline": {"stages": 2}, **zero(1)},
         "data_types.grad_accum_dtype",
-        {"data_types": {"grad_accum_dtype": "fp32"}, "bf16": ON, **zero(2)},
+        {"data_types": {"grad_accum_dtype": "bf16"}, **zero(1)},
     ),
     ("predivide-stage", {"prescale_gradients": True, **zero(1)}, "prescale_gradients", {"prescale_gradients": True}),
     (

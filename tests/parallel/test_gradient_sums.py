@@ -105,6 +105,35 @@ def test_gradients_may_be_divided_before_and_after_they_are_summed(world_size: i
             assert losses == pytest.approx(expected, rel=1e-6)
 
 
+def sum_up_low(world: World) -> dict[str, list[float]]:
+    """The norm at stages 1 to 3, of sums that are kept in a lower precision."""
+    found: dict[str, list[float]] = {}
+    for (kind, asked), stage in itertools.product(LOW_SUMS, (1, 2, 3)):
+        precision = {"fp32": {}, "bf16": {"bf16": True}, "fp16": {"fp16": {"enabled": True, "loss_scale": 1}}}[kind]
+        for offload in (False, True):
+            zero = {"stage": stage, **({"offload_optimizer": {"device": "cpu"}} if offload else {})}
+            given: Any = {**precision, "zero_optimization": zero, "data_types": {"grad_accum_dtype": asked}}
+            engine = make_engine(stage, net=Dot(), accumulation=4, gradient_clipping=0, **given)
+            for _ in range(2):
+                for value in MICRO:
+                    engine.backward(engine(torch.full((4,), value)))
+                    engine.step()
+            found.setdefault(f"{kind} {asked}", []).append(float(engine.get_global_grad_norm() or 0))
+    return found
+
+
+LOW_SUMS = [("fp32", "bf16"), ("bf16", "bf16"), ("fp16", "bf16"), ("fp32", "fp16"), ("bf16", "fp16")]
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("world_size", [1, 2])
+def test_sums_may_be_kept_in_a_lower_precision(world_size: int) -> None:
+    for found in run_ranks(sum_up_low, world_size):
+        for key, norms in found.items():
+            # fp16 has the bits for these sums.
+            assert norms == [ROUNDED if key.endswith("bf16") else WHOLE] * 6, key
+
+
 class InLinear(nn.Module):
     """The same by a layer that autocast lowers."""
 

@@ -241,3 +241,12 @@ def test_the_state_of_other_optimizers_is_assumed_with_a_remark() -> None:
     state, remark = assume_state(Method("Adafactor", {}, None))
     assert state.copies == 2
     assert "Adafactor" in remark
+
+
+def test_sums_of_gradients_in_another_dtype_replace_those_between_micro_steps() -> None:
+    model = Model((Weight((100,)),))
+    for size, layout in ((100, Layout(2, 1, grad_accum=2)), (50, Layout(2, 2, grad_accum=2))):
+        held = replace(layout, accumulate=2, holds=True)
+        items = {item.name: item for item in predict_memory(model, held, OptimizerState(2)).items}
+        assert (items["gradient sums"].forward, items["gradient sums"].step) == (2 * size, 0)
+        assert items["gradients"].forward == 0

@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterator
 
 from dsjob.contract.gpus import read_gpus
+from dsjob.contract.rules.pipelines import count_stages
 from dsjob.contract.rules.table import Document, Finding, enter, is_driven, is_on, read, read_offload, read_stage
 from dsjob.errors import UsageError
 
@@ -121,18 +122,20 @@ def _lamb_scale(document: Document) -> Iterator[Finding]:
 
 @enter("sum-in-other-precision")
 def _accumulation(document: Document) -> Iterator[Finding]:
-    """Gradients are accumulated in the compute dtype or in fp32. Any other dtype would only lose precision."""
+    """At stage 0, gradients are accumulated in the compute dtype or in fp32. At higher stages, they are reduced after
+    each micro step, and the sums may have any dtype."""
     asked = read(document, "data_types.grad_accum_dtype")
     computes = next((name for name in ("fp16", "bf16") if is_on(document, name)), "fp32")
-    if asked in ("fp16", "bf16") and asked != computes:
-        yield "data_types.grad_accum_dtype", f"is {asked}, but the model computes in {computes}", "use fp32"
+    if asked in ("fp16", "bf16") and asked != computes and read_stage(document) == 0:
+        hint = "use fp32, or zero_optimization.stage 1 or higher"
+        yield "data_types.grad_accum_dtype", f"is {asked}, but the model computes in {computes} at stage 0", hint
 
 
-@enter("sum-in-half-precision-sharded", severity="warning")
-def _accumulation_sharded(document: Document) -> Iterator[Finding]:
-    """At stages 2 and 3, gradients are reduced into fp32 shards and accumulated there."""
-    if read(document, "data_types.grad_accum_dtype") in ("fp16", "bf16") and read_stage(document) > 1:
-        message = "has no effect on several ranks: gradients are accumulated in fp32"
+@enter("sum-in-half-precision-piped", severity="warning")
+def _accumulation_piped(document: Document) -> Iterator[Finding]:
+    """In a pipeline, all micro batches of a step are on their way together, and their gradients accumulate in fp32."""
+    if read(document, "data_types.grad_accum_dtype") in ("fp16", "bf16") and count_stages(document) > 1:
+        message = "has no effect in a pipeline: gradients are accumulated in fp32"
         yield "data_types.grad_accum_dtype", message, "use fp32"
 
 
