@@ -62,7 +62,7 @@ ALTERNATIVES = {
     "compression": "compression is not built; convert a checkpoint and quantize its weights",
     "linear": "use adapters of peft: wrap the model before passing it to initialize",
     "autotuning": "`dsjob plan` predicts what fits, and `dsjob -m ... trainer.micro_batch=4,8` measures speed",
-    "profiling": "a job's log shows samples and tokens per second; torch.profiler shows operators",
+    "profiling.config": "the config's flops_profiler section is checked by initialize",
     "elasticity.elastic_agent": "a checkpoint resumes on any number of ranks; dsjob and torchrun restart ranks",
     "launcher.launch": _LAUNCHER,
     "launcher.multinode_runner": _LAUNCHER,

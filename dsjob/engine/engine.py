@@ -213,8 +213,7 @@ class Engine(Saving):
         If gradients of any rank are not finite (in fp16, or in bf16 with `check_grad_overflow`), all ranks skip the
         step: they drop the gradients, and neither the optimizer nor the schedule steps, but counters do. Raises
         LossScaleError if the loss scale is already at its minimum, and in bf16 NonFiniteLossError after
-        `rhythm.MAX_SKIPPED` skipped steps in a row (one step later if the device decides: see
-        `dsjob/compute/verdict.py`).
+        `rhythm.MAX_SKIPPED` skipped steps in a row (one step later if the device decides: `dsjob/compute/verdict.py`).
         """
         if not self._syncs:
             raise UsageError("step() cannot be called inside no_sync or coalesce_grad_reduction")
