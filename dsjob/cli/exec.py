@@ -51,7 +51,7 @@ def main(arguments: list[str], debug: bool) -> int:
     settings["debug"] = debug or args.debug
     if launcher.read_world_size() is not None:
         _refuse_ranks(args)
-        given = () if args.local_rank is None else (f"--local-rank={args.local_rank}",)
+        given = () if args.local_rank is None else (f"--local_rank={args.local_rank}",)  # as DeepSpeed spells it
         become_rank(replace(program, arguments=(*given, *program.arguments)), **settings)
     _tell_misplaced(args)
     ranks = choose_ranks(

@@ -251,8 +251,11 @@ def build_engine(
     # In order of precedence: an object, a function, the config.
     if isinstance(optimizer, Optimizer):
         built = _move_optimizer(optimizer, names, masters)
-    elif optimizer is not None:
+    elif callable(optimizer):
         built = optimizer(over)
+    elif optimizer is not None:
+        found = f"optimizer must be a torch.optim.Optimizer or a function, not of type {type(optimizer).__name__}"
+        raise UsageError(found, hint='to choose one by its name, write "optimizer": {"type": NAME} in the config')
     elif create is not None and spec.optimizer is not None:
         built = create(masters)
     elif spec.optimizer is not None:

@@ -17,7 +17,7 @@ from dsjob.contract.bounds import check_values
 from dsjob.contract.deepspeed_keys import CALLBACKS
 from dsjob.document.bare import leave_unknown_out
 from dsjob.document.places import Locate, place_problems
-from dsjob.errors import ConfigError, ConfigWarning, DocumentError, Problem, UsageError
+from dsjob.errors import ConfigError, ConfigWarning, DocumentError, Problem, StorageError, UsageError
 from dsjob.trust.grant import Trust
 
 LENIENT = "DSJOB_LENIENT"  # set by `dsjob exec --lenient`
@@ -103,22 +103,33 @@ def _read_config(args: Any, config: str | Mapping[str, Any] | None) -> tuple[dic
     if not isinstance(config, (str, os.PathLike)):
         raise UsageError(f"the config is {name_type(config)}", hint="pass a dict, or the path of a JSON file")
     source = os.fspath(config)
+    is_url = "://" in source
     try:
         document = documents.require_few(documents.parse(storage.read_text(source), source))
     except DocumentError as error:
         raise ConfigError(error.problems, error.warnings) from error
+    except StorageError as error:
+        hint = "" if is_url else f"config is the path of a JSON file; a relative path starts at {os.getcwd()}"
+        raise UsageError(error.message, hint=hint or error.hint) from error
     _refuse_job(document.value, source)
-    beside = () if "://" in source else (os.path.dirname(os.path.abspath(source)),)
+    beside = () if is_url else (os.path.dirname(os.path.abspath(source)),)
     return document.value, (os.getcwd(), *beside), Origin(document.value, document.locate)
 
 
 def _make_plain(config: Mapping[str, Any]) -> dict[str, Any]:
     """A copy of the config as a dict, in which structs of `dsjob.config` are dicts too."""
     plain = config.as_config() if isinstance(config, Config) else config
-    made = {key: value.to_dict() if isinstance(value, Config) else value for key, value in plain.items()}
+    made = {key: value.to_dict() if isinstance(value, Config) else _list(value) for key, value in plain.items()}
     if made.get("steps_per_print") == math.inf:  # accelerate's way to say never, which is the default
         del made["steps_per_print"]
     return made
+
+
+def _list(value: Any) -> Any:
+    """A copy with lists in place of tuples, which Python programs write for betas, for example."""
+    if isinstance(value, dict):
+        return {key: _list(each) for key, each in value.items()}
+    return [_list(each) for each in value] if isinstance(value, (list, tuple)) else value
 
 
 def _refuse_job(config: Mapping[Any, Any], source: str) -> None:

@@ -1,7 +1,8 @@
 """Contradictions between a program's TrainingArguments and its DeepSpeed config, told with the places of both.
 
 transformers compares them and raises a ValueError that has the values only. It says nothing of an argument whose key is
-missing in the config: DeepSpeed then uses a default of its own.
+missing in the config: DeepSpeed then uses a default of its own. Batch sizes have no default, so dsjob takes those of
+TrainingArguments.
 """
 
 from __future__ import annotations
@@ -154,9 +155,23 @@ def _is_read_as(text: str, value: Any) -> bool:
         return text == str(value)
 
 
+def fill_in_batch(config: dict[str, Any]) -> None:
+    """Makes transformers fill in the batch size and the accumulation that a config lacks. DeepSpeed refuses the first,
+    and would not know the program's accumulation."""
+    if not {"train_batch_size", "train_micro_batch_size_per_gpu"} & config.keys():
+        config["train_micro_batch_size_per_gpu"] = "auto"
+    config.setdefault("gradient_accumulation_steps", "auto")
+
+
 def install() -> None:
     """Replaces transformers' error. Called when transformers.integrations.deepspeed has been imported."""
+    process: Callable[..., None] = HfTrainerDeepSpeedConfig.trainer_config_process
     finalize: Callable[..., None] = HfTrainerDeepSpeedConfig.trainer_config_finalize
+
+    def fill_in_and_process(self: Any, args: Any, *rest: Any, **named: Any) -> None:
+        if tell_origin(self) is not None:
+            fill_in_batch(self.config)
+        process(self, args, *rest, **named)
 
     def finalize_and_explain(self: Any, args: Any, model: Any, num_training_steps: Any) -> None:
         told = tell_origin(self)
@@ -170,4 +185,5 @@ def install() -> None:
         if told is not None and (unused := find_unused(self.config, args, num_training_steps, told)):
             raise ConfigError(unused)
 
+    HfTrainerDeepSpeedConfig.trainer_config_process = fill_in_and_process  # type: ignore[method-assign]
     HfTrainerDeepSpeedConfig.trainer_config_finalize = finalize_and_explain  # type: ignore[method-assign]

@@ -6,6 +6,7 @@ Without a backend, each rank would train by itself, on all data. With `cpu=True`
 from __future__ import annotations
 
 import os
+import sys
 from typing import Any
 
 from accelerate.accelerator import Accelerator
@@ -43,5 +44,14 @@ def _check(made: Any, given: dict[str, Any]) -> None:
     elif made.num_processes < ranks:
         raise UsageError(
             f"{place}: accelerate takes each of the {ranks} ranks for a program of its own: it has no GPU or backend",
-            hint=f"pass {_HANDLER} to Accelerator",
+            hint="without GPUs, set use_cpu=True in TrainingArguments (--use_cpu)"
+            if _is_of_trainer(made)
+            else f"pass {_HANDLER} to Accelerator",
         )
+
+
+def _is_of_trainer(made: Any) -> bool:
+    """Whether TrainingArguments has the config; transformers then ignores ddp_backend, and only use_cpu helps."""
+    transformers: Any = sys.modules.get("transformers.integrations.deepspeed")
+    config = made.state.deepspeed_plugin.hf_ds_config
+    return transformers is not None and isinstance(config, transformers.HfTrainerDeepSpeedConfig)

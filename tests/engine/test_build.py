@@ -135,6 +135,13 @@ def test_configs_come_from_files_dicts_and_arguments(tmp_path: Path) -> None:
         dsjob.initialize(args=args, model=build_net(), config=CONFIG)
 
 
+def test_tuples_are_lists() -> None:
+    params = {"lr": 1e-3, "betas": (0.8, 0.9)}
+    config = {**CONFIG, "optimizer": {"type": "AdamW", "params": params}}
+    optimizer: Any = dsjob.initialize(model=build_net(), config=config)[1]
+    assert tuple(optimizer.param_groups[0]["betas"]) == params["betas"] == (0.8, 0.9)
+
+
 @pytest.mark.parametrize(
     ("given", "message"),
     [
@@ -145,6 +152,8 @@ def test_configs_come_from_files_dicts_and_arguments(tmp_path: Path) -> None:
         ({"config": CONFIG, "model": nn.Linear}, "a torch.nn.Module, not the class Linear"),
         ({"config": CONFIG, "model": len}, "a torch.nn.Module, not of type builtin_function"),
         ({"config": [CONFIG]}, "the config is of type list"),
+        ({"config": "no.json"}, "cannot read no.json: no such file or folder\n.*relative path starts at "),
+        ({"config": CONFIG, "optimizer": "sgd"}, "optimizer must be a torch.optim.Optimizer or a function, not "),
         ({"config": {"model": {"_target_": "x.Y"}, "trainer": {}}}, "job document \\(it has model, trainer"),
         ({"config": {"train_batch_size": 4, "fp16": True}}, "fp16: must be an object"),
         ({"config": CONFIG, "model_parameters": [nn.Parameter(torch.zeros(1))]}, "not a parameter of the model"),

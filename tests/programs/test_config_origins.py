@@ -191,6 +191,24 @@ def test_an_accelerator_that_does_not_join_the_ranks_is_told_the_backend_to_name
     assert "Traceback" not in done.stderr
 
 
+TRAINER = """
+import torch
+from transformers import Trainer, TrainingArguments
+
+args = TrainingArguments("out", report_to=[], ddp_backend="gloo", deepspeed={"zero_optimization": {"stage": 2}})
+Trainer(torch.nn.Linear(2, 1), args)
+"""
+
+
+def test_a_trainer_that_does_not_join_the_ranks_is_told_its_own_argument(tmp_path: Path) -> None:
+    pytest.importorskip("transformers")
+    done = execute(tmp_path, TRAINER, "--num_gpus", "2")
+    assert done.returncode == 2
+    assert "train.py:6: accelerate takes each of the 2 ranks for a program of its own" in done.stderr
+    assert "\n  without GPUs, set use_cpu=True in TrainingArguments (--use_cpu)\n" in done.stderr
+    assert "InitProcessGroupKwargs" not in done.stderr
+
+
 def test_a_precision_that_contradicts_the_file_is_told_with_its_place(tmp_path: Path) -> None:
     pytest.importorskip("accelerate")
     program = ACCELERATE.replace("PLUGIN)", "hf_ds_config='ds.json'), mixed_precision='bf16'")

@@ -127,6 +127,31 @@ def test_an_argument_whose_key_is_missing_is_told_only_if_somebody_gave_it(tmp_p
     assert "params.eps" not in done.stderr
 
 
+BATCHES = """
+import json, sys
+from transformers import TrainingArguments
+
+numbers = dict(per_device_train_batch_size=4, gradient_accumulation_steps=3)
+args = TrainingArguments("out", use_cpu=True, deepspeed=json.loads(sys.argv[1]), **numbers)
+config = args.hf_deepspeed_config.config
+names = ("train_batch_size", "train_micro_batch_size_per_gpu", "gradient_accumulation_steps")
+print([config.get(name) for name in names])
+"""
+
+
+@pytest.mark.parametrize(
+    ("given", "sizes"),
+    [({}, [None, 4, 3]), ({"train_batch_size": 12}, [12, None, 3]), ({"train_batch_size": "auto"}, [12, None, 3])],
+)
+def test_batch_sizes_that_the_config_lacks_are_those_of_the_arguments(
+    tmp_path: Path, given: dict[str, object], sizes: list[int | None]
+) -> None:
+    (tmp_path / "train.py").write_text(BATCHES)
+    config = {"zero_optimization": {"stage": 1}, **given}
+    done = dsjob("exec", "--no_local_rank", "train.py", json.dumps(config), cwd=tmp_path)
+    assert (done.returncode, done.stdout) == (0, f"{sizes}\n"), done.stderr
+
+
 FROM_A_FILE = """
 import torch
 from transformers import TrainingArguments

@@ -404,7 +404,7 @@ def test_under_torch_distributed_launch_the_program_gets_its_local_rank(tmp_path
     launch = [sys.executable, "-m", "torch.distributed.launch", "--nproc-per-node", "2", "-m", "dsjob", "exec"]
     done = run_program([*launch, "look.py", "a"], cwd=tmp_path)
     assert done.returncode == 0, done.stderr
-    assert sorted(re.findall(r"\[[^]]*\]", done.stdout)) == ["['--local-rank=0', 'a']", "['--local-rank=1', 'a']"]
+    assert sorted(re.findall(r"\[[^]]*\]", done.stdout)) == ["['--local_rank=0', 'a']", "['--local_rank=1', 'a']"]
 
 
 LAUNCHED = "import os, sys; print(os.environ['RANK'], os.environ['WORLD_SIZE'], sys.argv[1:])"
