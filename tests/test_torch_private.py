@@ -276,7 +276,7 @@ def test_changes_in_place_are_counted() -> None:
     assert torch_private.count_changes(tensor) == before + 1
 
 
-def test_apply_is_replaced_for_a_while() -> None:
+def test_a_method_is_replaced_for_a_while() -> None:
     seen = []
     before = nn.Module.apply
 
@@ -285,10 +285,13 @@ def test_apply_is_replaced_for_a_while() -> None:
         return self
 
     net = nn.Linear(1, 1)
-    with torch_private.replace_apply(apply):
+    with torch_private.replacing_method(nn.Module, "apply", apply):
         net.apply(print)
     assert seen == [net]
     assert nn.Module.apply is before
+    with torch_private.replacing_method(nn.Module, "no_method_of_torch", apply):
+        assert hasattr(net, "no_method_of_torch")
+    assert not hasattr(net, "no_method_of_torch")
 
 
 def test_a_compiled_module_is_known() -> None:

@@ -2,9 +2,9 @@
 
 from dsjob.deepspeed.absent import explain_names as _explain_names
 from dsjob.parallel.zero import GatheredParameters as GatheredParameters
-from dsjob.parallel.zero import Init as Init
 from dsjob.parallel.zero import register_external_parameter as register_external_parameter
 from dsjob.parallel.zero import unregister_external_parameter as unregister_external_parameter
+from dsjob.parallel.zero_init import Init as Init
 
 MiCS_Init = Init  # the strategy creates the groups of MiCS later, from `mics_shard_size`
 

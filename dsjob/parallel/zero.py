@@ -1,6 +1,7 @@
-"""DeepSpeed's `zero` namespace: sharding models while they are built (`Init`), and gathering parameters temporarily.
+"""DeepSpeed's `zero` namespace: gathering parameters temporarily, external parameters and leaf modules.
 
-Sharding a model for training is up to the strategies, and reading single values is in `parameters`.
+Sharding models while they are built is in `zero_init`, sharding them for training is up to the strategies, and reading
+single values is in `parameters`.
 
 `GatheredParameters` changes the class of the parameter objects themselves while they are gathered, so that all
 references to them see the whole values.
@@ -8,157 +9,23 @@ references to them see the whole values.
 
 from __future__ import annotations
 
-import contextlib
 import warnings
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
-from contextlib import contextmanager
-from dataclasses import replace
+from collections.abc import Iterable, Mapping, Sequence
 from types import TracebackType
 from typing import Any
-from weakref import WeakSet
 
 import torch
 import torch.distributed as dist
 from torch import Tensor, nn
-from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor
-from torch.nn.modules.module import (
-    register_module_module_registration_hook,
-    register_module_parameter_registration_hook,
-)
 
 from dsjob.compute.find_blocks import find_by_name, find_by_suffix, find_of_classes, is_leaf, mark_external, mark_leaf
 from dsjob.errors import UsageError
 from dsjob.optim.shards import local, own_part
 from dsjob.optim.shards import whole as gather
 from dsjob.parallel.parameters import find_owned, meet_to_gather
-from dsjob.parallel.presharded import ShardStatus, announce, shard_parameters
-from dsjob.ranks.mesh import World, join_world
-from dsjob.ranks.mpu import divide
-from dsjob.ranks.rendezvous import init_distributed
-from dsjob.torch_private import count_changes, replace_apply, tree_map
-
-
-class Init:
-    """A context in which each module's parameters are sharded over all ranks as soon as it becomes part of another.
-
-    So a model is never whole on any rank: only a single module's own parameters are, right after their creation, and
-    those of the outermost module until the end. All ranks build the same model; rank 0's values are used.
-    `Module.apply` (for initialisation) sees whole parameters, module by module.
-
-    module: an existing module to shard at once. dtype: cast parameters to it; by default they keep their dtype, since
-    they become the masters. mpu, data_parallel_group: the ranks to shard over, instead of all. enabled: False turns
-    everything off. The other arguments are DeepSpeed's and have no effect. On one rank, parameters stay whole, but have
-    the attributes of sharded ones. A process without a process group joins one.
-    """
-
-    def __init__(
-        self,
-        module: nn.Module | None = None,
-        data_parallel_group: dist.ProcessGroup | None = None,
-        mem_efficient_linear: bool = True,
-        remote_device: str | None = None,
-        pin_memory: bool = False,
-        config_dict_or_path: Any = None,
-        config: Any = None,
-        enabled: bool = True,
-        dtype: torch.dtype | None = None,
-        mpu: Any = None,
-        **others: Any,
-    ) -> None:
-        if remote_device not in (None, "none", "cpu"):
-            raise UsageError(f"zero.Init: invalid remote_device {remote_device!r}", hint='use "cpu" or None')
-        self._dtype, self._enabled = dtype, enabled
-        self._mesh: DeviceMesh | None = None
-        self._group: dist.ProcessGroup | None = None
-        self._stack = contextlib.ExitStack()
-        if enabled:
-            init_distributed()
-            world = _find_world(mpu, data_parallel_group)
-            # Not `data_mesh` itself: its dim has a name. peft takes weights on named meshes for parts of tensor
-            # parallelism, which compute with their parts alone, and would make adapters of the parts' sizes.
-            if world.data_size > 1:
-                self._mesh = DeviceMesh.from_group(world.data_mesh.get_group(), world.device.type)
-            self._group = world.data_group
-        if module is not None and enabled:
-            self._place(module)
-
-    def _place(self, module: nn.Module) -> None:
-        if self._mesh is not None:
-            shard_parameters(module, self._mesh, self._dtype)
-            return
-        for parameter in module.parameters():
-            if not hasattr(parameter, "ds_id"):
-                announce(parameter)
-
-    def __enter__(self) -> Init:
-        if not self._enabled:
-            return self
-
-        # When a parent takes a module, its `__init__` has returned, so its own parameters are complete.
-        def place(parent: nn.Module, name: str, child: nn.Module | None) -> None:
-            if child is not None:
-                self._place(child)
-
-        # Weak references: modules that a constructor creates and drops must not be kept alive.
-        built: WeakSet[nn.Module] = WeakSet()
-
-        def note(module: nn.Module, name: str, parameter: nn.Parameter | None) -> None:
-            built.add(module)
-
-        def place_rest() -> None:
-            for module in list(built):  # modules that are not part of another
-                self._place(module)
-
-        for handle in (
-            register_module_module_registration_hook(place),
-            register_module_parameter_registration_hook(note),
-        ):
-            self._stack.callback(handle.remove)
-        self._stack.callback(place_rest)
-        if self._mesh is not None:
-            self._stack.enter_context(_apply_to_whole(self._group))
-        return self
-
-    def __exit__(
-        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
-    ) -> None:
-        self._stack.close()
-
-
-def _find_world(mpu: Any, group: dist.ProcessGroup | None) -> World:
-    """This process among those to shard over."""
-    world = join_world()
-    if group is None or group is dist.group.WORLD:
-        return divide(world, mpu)
-    return replace(
-        world,
-        data_rank=dist.get_rank(group),
-        data_size=dist.get_world_size(group),
-        data_group=group,
-        order=tuple(dist.get_process_group_ranks(group)),
-    )
-
-
-@contextmanager
-def _apply_to_whole(group: dist.ProcessGroup | None) -> Iterator[None]:
-    """Makes `Module.apply` gather the parameters of each module that it visits. Rank 0's changes are kept.
-
-    group: the ranks that have the same parameters; None for all.
-    """
-
-    def apply(self: nn.Module, fn: Callable[[nn.Module], None]) -> nn.Module:
-        for child in self.children():
-            child.apply(fn)
-        # Children first, as in torch. Gather only this module's own parameters, never the whole model.
-        gathered = GatheredParameters(list(self.parameters(recurse=False)), modifier_rank=0)
-        gathered.group = group
-        with gathered:
-            fn(self)
-        return self
-
-    with replace_apply(apply):
-        yield
+from dsjob.parallel.presharded import ShardStatus, announce
+from dsjob.torch_private import count_changes, tree_map
 
 
 class _Gathered(DTensor):
@@ -288,6 +155,11 @@ def _find_group(parameter: Tensor) -> dist.ProcessGroup | None:
 
 def _find_everyone() -> dist.ProcessGroup | None:
     return dist.group.WORLD if dist.is_initialized() else None
+
+
+def is_gathered(parameter: Tensor) -> bool:
+    """Whether a sharded parameter is whole at the moment."""
+    return isinstance(parameter, _Gathered)
 
 
 def _whole_of(parameter: Tensor) -> Tensor:

@@ -248,18 +248,21 @@ def count_changes(tensor: Tensor) -> int:
 
 
 @contextmanager
-def replace_apply(apply: Callable[[nn.Module, Callable[[nn.Module], None]], nn.Module]) -> Iterator[None]:
-    """Replaces `Module.apply` of all modules by `apply` within the block. The name is public, but replacing it is not
+def replacing_method(owner: type, name: str, method: Callable[..., Any]) -> Iterator[None]:
+    """Replaces or adds a method of a class within the block. The names are public, but replacing them is not
     documented.
 
-    Models initialise their weights with it, and no hook says which module is next.
+    Models initialise their weights with such methods of `nn.Module`, and no hook says which module is next.
     """
-    original = nn.Module.apply
-    nn.Module.apply = apply  # type: ignore[assignment,method-assign]
+    original = vars(owner).get(name)
+    setattr(owner, name, method)
     try:
         yield
     finally:
-        nn.Module.apply = original  # type: ignore[method-assign]
+        if original is None:
+            delattr(owner, name)
+        else:
+            setattr(owner, name, original)
 
 
 def list_children(module: nn.Module) -> dict[str, nn.Module]:

@@ -18,6 +18,7 @@ from dsjob.deepspeed import DeepSpeedEngine
 from dsjob.deepspeed.utils import groups
 from dsjob.errors import CheckpointError, UsageError
 from dsjob.parallel import zero
+from dsjob.parallel.zero_init import Init
 from dsjob.ranks.mesh import World
 
 pytestmark = pytest.mark.slow
@@ -145,7 +146,7 @@ class Applied(nn.Module):
 
 
 def shard_while_building(unit: Unit) -> Outcome:
-    with zero.Init(mpu=unit):
+    with Init(mpu=unit):
         net = build_part_sharded(unit)
         applied = Applied(1.0 + unit.get_tensor_model_parallel_rank())
     with zero.GatheredParameters(applied.weight):
@@ -202,7 +203,7 @@ def refuse(unit: Unit, folder: str) -> dict[str, str]:
     call("methods", lambda: dsjob.initialize(model=net, config=make_config(0), mpu=object()))
     call("1-bit", lambda: make_engine(unit, 0, optimizer={"type": "OneBitAdam", "params": {"lr": 0.01}}))
     call("hpz", lambda: make_engine(unit, 3, zero={"zero_hpz_partition_size": 2}))
-    with zero.Init():
+    with Init():
         sharded = build_part_sharded(unit)
     call("init", lambda: dsjob.initialize(model=sharded, config=make_config(3), mpu=unit))
     call("16bit", lambda: make_engine(unit, 0).save_16bit_model(folder))

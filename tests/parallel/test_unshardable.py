@@ -15,6 +15,7 @@ from torch import Tensor, nn
 from dsjob.checkpoint.offline.convert import convert
 from dsjob.deepspeed import DeepSpeedEngine
 from dsjob.parallel import parameters, zero
+from dsjob.parallel.zero_init import Init
 from dsjob.ranks.mesh import World
 
 NAMES = ("logit_scale", "prompt", "blocks.0.gate", "offset")
@@ -251,7 +252,7 @@ def train_built(world: World) -> list[Any]:
     """The losses of a model that was sharded as it was made, and of one that was not."""
     found = []
     for sharded in (False, True):
-        with zero.Init(enabled=sharded):
+        with Init(enabled=sharded):
             net = Clip()
         engine = make(3, net=net, options={"zero_hpz_partition_size": 1})
         found.append(train(engine, 0, 2))

@@ -27,6 +27,7 @@ from dsjob.parallel.parameters import (
     safe_set_full_optimizer_state,
     safe_set_local_fp32_param,
 )
+from dsjob.parallel.zero_init import Init
 from dsjob.ranks.mesh import World
 
 pytestmark = pytest.mark.slow
@@ -74,7 +75,7 @@ def engine_of(model: nn.Module, stage: int, **config: Any) -> Engine:
 
 def train_stack(world: World, stage: int, sharded: bool) -> dict[str, Tensor]:
     torch.manual_seed(world.data_rank if sharded else 0)  # rank 0's values count
-    with zero.Init(enabled=sharded):
+    with Init(enabled=sharded):
         model = Stack()
     if sharded and world.data_size > 1:
         assert isinstance(model.blocks[0].inner[0].weight, DTensor)  # type: ignore[index,union-attr]
@@ -106,7 +107,7 @@ class Asking(Stack):
 
 
 def ask(world: World) -> None:
-    with zero.Init():
+    with Init():
         model = Asking()
     # peft takes a weight on a mesh with names for a part of tensor parallelism, and makes adapters of its part's size.
     assert model.head.weight.device_mesh.mesh_dim_names is None  # type: ignore[attr-defined]
@@ -123,7 +124,7 @@ def test_libraries_see_that_weights_are_sharded_over_data_and_gathered_in_a_forw
 
 
 def test_init_does_nothing_on_one_rank() -> None:
-    with zero.Init():
+    with Init():
         model = Stack()
     assert not any(isinstance(parameter, DTensor) for parameter in model.parameters())
 
@@ -131,7 +132,7 @@ def test_init_does_nothing_on_one_rank() -> None:
 def measure_building(world: World, sharded: bool) -> tuple[int, int]:
     """Bytes of parameters that live after construction, and after initialize; and the whole model's."""
     start_counting()
-    with zero.Init(enabled=sharded):
+    with Init(enabled=sharded):
         model = Stack()
     built = count_live()
     engine = engine_of(model, 3)
@@ -154,7 +155,7 @@ def maybe_whole(parameter: Any) -> Tensor:
 
 def collect(world: World) -> list[Tensor]:
     torch.manual_seed(world.data_rank)
-    with zero.Init():
+    with Init():
         lone = nn.Linear(WIDTH, WIDTH)
         late = nn.Sequential(nn.utils.skip_init(nn.Linear, WIDTH, WIDTH))  # on meta while it is made
     assert isinstance(lone.weight, DTensor)
@@ -186,7 +187,7 @@ class Watched(nn.Module):
 def measure_growth(world: World, sharded: bool) -> list[int]:
     start_counting()
     seen: list[int] = []
-    with zero.Init(enabled=sharded):
+    with Init(enabled=sharded):
         Watched(seen)
     return seen
 
@@ -275,7 +276,7 @@ class Borrower(nn.Module):
 
 def borrow(world: World, sharded: bool) -> Tensor:
     torch.manual_seed(0)
-    with zero.Init(enabled=sharded):
+    with Init(enabled=sharded):
         model = Borrower(registers=True)
     engine = engine_of(model, 3)
     engine.backward(engine(torch.ones(2, WIDTH)))
@@ -365,7 +366,7 @@ def test_a_tensor_of_no_engine_has_no_values() -> None:
     with pytest.raises(ValueError, match="does not belong to an engine"):
         safe_set_full_fp32_param(nn.Parameter(torch.zeros(2)), torch.ones(2))
     with pytest.raises(UsageError, match="mpu"):
-        zero.Init(mpu=object())
+        Init(mpu=object())
 
 
 class Choice(nn.Module):

@@ -4,9 +4,9 @@ from dsjob.deepspeed.absent import explain_names as _explain_names
 from dsjob.deepspeed.runtime.zero.parameter_offload import unwrap_model_for_generation as unwrap_model_for_generation
 from dsjob.parallel.presharded import ShardStatus
 from dsjob.parallel.zero import GatheredParameters as GatheredParameters
-from dsjob.parallel.zero import Init as Init
 from dsjob.parallel.zero import register_external_parameter as register_external_parameter
 from dsjob.parallel.zero import unregister_external_parameter as unregister_external_parameter
+from dsjob.parallel.zero_init import Init as Init
 
 ZeroParamStatus = ShardStatus
 

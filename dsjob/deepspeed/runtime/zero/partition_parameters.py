@@ -15,8 +15,8 @@ from dsjob.deepspeed.absent import explain_names as _explain_names
 from dsjob.deepspeed.accelerator import get_accelerator as get_accelerator
 from dsjob.parallel.presharded import ShardStatus
 from dsjob.parallel.zero import GatheredParameters as GatheredParameters
-from dsjob.parallel.zero import Init as Init
 from dsjob.parallel.zero import register_external_parameter as register_external_parameter
+from dsjob.parallel.zero_init import Init as Init
 
 ZeroParamStatus = ShardStatus
 _orig_torch_arange = torch.arange
