@@ -30,6 +30,7 @@ wrong, what was found and where; `hint` says what to do.
 
 from __future__ import annotations
 
+import signal
 from collections.abc import Sequence
 from dataclasses import dataclass
 
@@ -282,7 +283,8 @@ class Interrupted(DsjobError):  # noqa: N818 (an event rather than an error)
 
     def __init__(self, signal_number: int, message: str = "", *, hint: str = "") -> None:
         super().__init__(
-            message or ("interrupted" if signal_number == 2 else f"stopped by signal {signal_number}"), hint=hint
+            message or ("interrupted" if signal_number == 2 else f"stopped by {signal.Signals(signal_number).name}"),
+            hint=hint,
         )
         self.exit_code = 128 + signal_number
 

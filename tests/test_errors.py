@@ -51,7 +51,7 @@ def test_the_hint_follows_the_message_on_a_line_of_its_own(kind: type[DsjobError
     assert re.fullmatch(r"[^\n]+\n  do this", str(make_error(kind)))
 
 
-@pytest.mark.parametrize(("number", "code", "told"), [(2, 130, "interrupted"), (15, 143, "stopped by signal 15")])
+@pytest.mark.parametrize(("number", "code", "told"), [(2, 130, "interrupted"), (15, 143, "stopped by SIGTERM")])
 def test_interrupted_exits_as_shells_count_signals(number: int, code: int, told: str) -> None:
     assert Interrupted(number).exit_code == code
     assert str(Interrupted(number)) == told

@@ -251,11 +251,9 @@ def build_engine(
     # In order of precedence: an object, a function, the config.
     if isinstance(optimizer, Optimizer):
         built = _move_optimizer(optimizer, names, masters)
-    elif callable(optimizer):
-        built = optimizer(over)
     elif optimizer is not None:
-        found = f"optimizer must be a torch.optim.Optimizer or a function, not of type {type(optimizer).__name__}"
-        raise UsageError(found, hint='to choose one by its name, write "optimizer": {"type": NAME} in the config')
+        _require_function(optimizer)
+        built = optimizer(over)
     elif create is not None and spec.optimizer is not None:
         built = create(masters)
     elif spec.optimizer is not None:
@@ -327,6 +325,14 @@ def _mark_leaves(model: nn.Module, spec: EngineSpec, world: World) -> None:
     if missing and world.everyone.rank == 0:
         message = f"zero_optimization.leaf_module names modules that the model does not have: {', '.join(missing)}"
         warnings.warn(message, ConfigWarning, stacklevel=4)
+
+
+def _require_function(optimizer: object) -> None:
+    if not callable(optimizer):
+        raise UsageError(
+            f"optimizer must be a torch.optim.Optimizer or a function, not of type {type(optimizer).__name__}",
+            hint='to choose one by its name, write "optimizer": {"type": NAME} in the config',
+        )
 
 
 def _make_scheduler(

@@ -7,6 +7,7 @@ from dsjob.contract.spec import Aio, Zero
 from dsjob.parallel.held_sums import HeldSums
 from dsjob.parallel.masters import open_disk
 from dsjob.parallel.pipeline.passes import StagePasses
+from dsjob.parallel.presharded import announce_whole
 from dsjob.parallel.replicated import Replicated
 from dsjob.parallel.sharded import Sharded
 from dsjob.parallel.strategy import Strategy as Strategy
@@ -38,6 +39,8 @@ def build_strategy(
     if zero.stage == 0 or (world.data_size == 1 and zero.offload != "param"):
         interleaved = pipeline is not None
         strategy = Replicated(model, zero=zero, world=world, precision=precision, disk=disk, interleaved=interleaved)
+        if zero.stage == 3:
+            announce_whole(model)
     else:
         strategy = Sharded(model, zero=zero, world=world, precision=precision, disk=disk)
     held = precision.held(zero.stage)

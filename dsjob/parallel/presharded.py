@@ -40,6 +40,14 @@ def announce(parameter: Tensor, status: ShardStatus = ShardStatus.NOT_AVAILABLE)
         setattr(parameter, name, value)
 
 
+def announce_whole(module: nn.Module) -> None:
+    """Gives the parameters of a module on one rank, which stay whole, the attributes of sharded ones: programs for
+    stage 3 read them without asking whether they exist."""
+    for parameter in module.parameters():
+        if not hasattr(parameter, "ds_id"):
+            announce(parameter)
+
+
 def is_unshardable(parameter: Tensor) -> bool:
     """Whether a parameter cannot be sharded: FSDP2 supports neither 0-dim nor empty tensors."""
     return parameter.dim() == 0 or parameter.numel() == 0

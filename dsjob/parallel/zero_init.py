@@ -23,7 +23,7 @@ from torch.overrides import TorchFunctionMode
 
 from dsjob.errors import UsageError
 from dsjob.optim.shards import local
-from dsjob.parallel.presharded import announce, shard_parameters
+from dsjob.parallel.presharded import announce_whole, shard_parameters
 from dsjob.parallel.zero import GatheredParameters, is_gathered
 from dsjob.ranks.mesh import World, join_world
 from dsjob.ranks.mpu import divide
@@ -85,9 +85,7 @@ class Init:
         if self._mesh is not None:
             shard_parameters(module, self._mesh, self._dtype)
             return
-        for parameter in module.parameters():
-            if not hasattr(parameter, "ds_id"):
-                announce(parameter)
+        announce_whole(module)
 
     def __enter__(self) -> Init:
         if not self._enabled:

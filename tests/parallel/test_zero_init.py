@@ -3,13 +3,17 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from typing import Any
 
 import pytest
 import torch
+from engines import ADAMW
 from ranks import run_ranks
 from torch import Tensor, nn
 from torch.distributed.tensor import DTensor
 
+import dsjob
+from dsjob.parallel.presharded import ShardStatus
 from dsjob.parallel.zero import GatheredParameters
 from dsjob.parallel.zero_init import Init
 from dsjob.ranks.mesh import World
@@ -58,3 +62,11 @@ def test_what_constructors_fill_is_what_they_fill_without_shards(make: Callable[
     expected = run_ranks(build, 1, make, False)[0]
     for found in run_ranks(build, 2, make, True):
         assert [name for name in expected if not torch.equal(found[name], expected[name])] == []
+
+
+def test_on_one_rank_stage_3_has_the_attributes_that_programs_for_it_read() -> None:
+    config = {"train_batch_size": 1, "optimizer": ADAMW, "zero_optimization": {"stage": 3}}
+    parameter: Any = dsjob.initialize(model=nn.Linear(2, 3), config=config)[0].module.weight
+    assert (parameter.ds_status, parameter.ds_shape) == (ShardStatus.NOT_AVAILABLE, parameter.shape)
+    with GatheredParameters(parameter):
+        assert parameter.ds_status == ShardStatus.AVAILABLE
