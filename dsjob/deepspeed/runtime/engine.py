@@ -123,9 +123,8 @@ class DeepSpeedEngine(Settings, Engine):
             given = "a schedule of compiler passes" if schedule is not None else "compiled_autograd_enabled"
             raise UsageError(f"engine.compile does not support {given}", hint="leave it out: torch compiles the blocks")
         if not self.is_compiled:
-            compile_blocks(
-                self.module, backend, **{key: compile_kwargs[key] for key in compile_kwargs if key != "backend"}
-            )
+            options = {key: value for key, value in compile_kwargs.items() if key != "backend"}
+            compile_blocks(self.module, backend, **options)
             self._compiled = True
 
     @property
