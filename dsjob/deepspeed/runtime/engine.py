@@ -3,11 +3,11 @@
 from __future__ import annotations
 
 from collections.abc import Collection, Iterator, Mapping
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from types import MappingProxyType
-from typing import Any
+from typing import TYPE_CHECKING, Any, Self
 
-from torch import Tensor
+from torch import Tensor, nn
 from torch.optim import Adam, Optimizer
 
 from dsjob.data import Epochs
@@ -25,8 +25,12 @@ from dsjob.errors import UsageError
 from dsjob.torch_private import is_compiled as _is_compiled
 
 
-class DeepSpeedEngine(Settings, Engine):
-    """An `Engine` with DeepSpeed's getters, setters and older names. Made by `dsjob.deepspeed.initialize`."""
+class DeepSpeedEngine(Settings, Engine, nn.Module):
+    """An `Engine` with DeepSpeed's getters, setters and older names. Made by `dsjob.deepspeed.initialize`.
+
+    As in DeepSpeed, it is a module whose only child is the model: names of parameters begin with `module.`, and it can
+    be a part of another module.
+    """
 
     _reports = True
     _more_names = ". docs/explanation/deepspeed-tests.md lists what dsjob has of DeepSpeed"
@@ -39,7 +43,9 @@ class DeepSpeedEngine(Settings, Engine):
     training_dataloader: Epochs | None = None  # built from the argument `training_data` of `initialize`
 
     def __init__(self, *args: Any, **given: Any) -> None:
-        super().__init__(*args, **given)
+        nn.Module.__init__(self)
+        Engine.__init__(self, *args, **given)
+        self._modules["module"] = self.module
         self.monitor = Monitor(self.config, self.global_rank)
         asked = self.wall_clock_breakdown() or self.memory_breakdown() or self.flops_profiler_enabled()
         self._breakdowns = Breakdowns(self) if asked and self.global_rank == 0 else None
@@ -53,6 +59,28 @@ class DeepSpeedEngine(Settings, Engine):
             optimizer.parameter_offload = DeepSpeedZeRoOffload()
         # As DeepSpeed does: programs evaluate and save on rank 0 alone.
         self.strategy.keep_gathered()
+
+    __call__ = nn.Module.__call__  # with the hooks that a program registers on the engine
+
+    def __setattr__(self, name: str, value: Any) -> None:
+        if name == "module":
+            raise UsageError("engine.module cannot be replaced", hint="call initialize with the new model")
+        super().__setattr__(name, value)
+
+    if not TYPE_CHECKING:
+
+        def __getattr__(self, name: str) -> Any:
+            with suppress(AttributeError):
+                return nn.Module.__getattr__(self, name)
+            return super().__getattr__(name)
+
+    def train(self, mode: bool = True) -> Self:
+        self.training = mode
+        super().train(mode)
+        return self
+
+    def eval(self) -> Self:
+        return self.train(False)
 
     def obey(self, own: Mapping[str, Any]) -> None:
         """Obeys the keys of a config that only engines with DeepSpeed's names know (`config.take_own`)."""
