@@ -26,10 +26,13 @@ from dsjob.deepspeed.git_version_info import version as API_VERSION
 from dsjob.deepspeed.ops.transformer import DeepSpeedTransformerConfig as DeepSpeedTransformerConfig
 from dsjob.deepspeed.ops.transformer import DeepSpeedTransformerLayer as DeepSpeedTransformerLayer
 from dsjob.deepspeed.pipe import PipelineModule as PipelineModule
+from dsjob.deepspeed.runtime.config import DeepSpeedConfig as DeepSpeedConfig
 from dsjob.deepspeed.runtime.engine import DeepSpeedEngine as DeepSpeedEngine
 from dsjob.deepspeed.runtime.pipe.engine import PipelineEngine as PipelineEngine
 from dsjob.deepspeed.tensor_model import tp_model_init as tp_model_init
 from dsjob.deepspeed.utils.init_on_device import OnDevice as OnDevice
+from dsjob.deepspeed.utils.logging import log_dist as log_dist
+from dsjob.deepspeed.utils.logging import logger as logger
 from dsjob.engine.build import add_config_arguments as add_config_arguments
 from dsjob.engine.build import init_distributed as init_distributed
 from dsjob.errors import ConfigError

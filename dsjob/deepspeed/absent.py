@@ -8,6 +8,7 @@ from __future__ import annotations
 import difflib
 import dis
 import inspect
+import os
 import sys
 from collections.abc import Callable, Sequence
 from contextlib import suppress
@@ -20,6 +21,7 @@ from typing import Any, NoReturn
 from dsjob.errors import UsageError
 
 _HERE = __package__
+_OURS = os.path.join(os.path.dirname(os.path.dirname(os.path.abspath(__file__))), "")
 _INFERENCE = "dsjob trains; engine.module.generate() works, and `dsjob convert --to hf` writes a folder for a server"
 _DIVIDED = "initialize divides a model's layers, as tensor_parallel in the config says"
 _EXPERTS = "expert parallelism is not built; a model with experts trains under ZeRO like any other"
@@ -27,6 +29,9 @@ _NVME = "the config's offload_optimizer and offload_param sections keep state on
 _OPTIMIZER = "engine.optimizer is the optimizer itself, without a wrapper; `dsjob plan` predicts the memory of a job"
 _KERNELS = "use torch's own attention and layers (scaled_dot_product_attention, torch.compile: compile.enabled)"
 _TILED = "use torch.nn.Linear; dsjob.linear_cross_entropy saves the memory of a large vocabulary's logits"
+_SEQUENCE = "set sequence_parallel_size in the config: initialize divides the model's sequences"
+_NVTX = "torch.profiler.record_function names a part of a program in traces"
+_DENSE = "gradients are always reduced as dense tensors"
 _LAUNCHER = "start ranks with `dsjob exec`, torchrun, srun, or launch.nproc in a job document"
 
 # What to use instead, by the name below `deepspeed`. An entry for a package applies to everything in it.
@@ -50,6 +55,19 @@ ALTERNATIVES = {
     "moe.layer": _EXPERTS,
     "moe.experts": _EXPERTS,
     "moe.sharded_moe": _EXPERTS,
+    "moe.mappings": _EXPERTS,
+    "runtime.sequence_parallel": _SEQUENCE,
+    "runtime.tensor_parallel": "set tensor_parallel.autotp_size in the config: initialize divides the model's layers",
+    "runtime.sparse_tensor": _DENSE,
+    "runtime.compiler": "use torch.compiler; engine.compile() and compile.enabled in the config compile the model",
+    "runtime.constants": "write the keys as strings; docs/reference/deepspeed.md lists them",
+    "runtime.dataloader.DeepSpeedDataLoader": "engine.deepspeed_io(dataset) returns a loader",
+    "comm.log_summary": "torch.profiler shows collectives and their times",
+    "comm.configure": "torch.profiler shows collectives and their times",
+    "comm.initialize_mesh_device": "use torch.distributed.device_mesh.init_device_mesh",
+    "utils.timer": "wall_clock_breakdown in the config prints the times of a step's parts",
+    "utils.nvtx": _NVTX,
+    "ops.op_builder.UtilsBuilder": "parameters are not flattened; torch._utils has _flatten_dense_tensors",
     "runtime.swap_tensor": _NVME,
     "runtime.zero.stage3": _OPTIMIZER,
     "runtime.zero.stage_1_and_2": _OPTIMIZER,
@@ -58,7 +76,7 @@ ALTERNATIVES = {
     "runtime.base_optimizer": _OPTIMIZER,
     "nvme": _NVME,
     "ops.sparse_attention": _KERNELS,
-    "sequence": "set sequence_parallel_size in the config: initialize divides the model's sequences",
+    "sequence": _SEQUENCE,
     "compression": "compression is not built; convert a checkpoint and quantize its weights",
     "linear": "use adapters of peft: wrap the model before passing it to initialize",
     "autotuning": "`dsjob plan` predicts what fits, and `dsjob -m ... trainer.micro_batch=4,8` measures speed",
@@ -78,7 +96,7 @@ ALTERNATIVES = {
     "runtime.zero.TiledLinear": _TILED,
     "runtime.utils.get_global_norm": "engine.get_global_grad_norm() gives the norm of the last step",
     "runtime.utils.DummyOptim": "initialize without an optimizer needs none",
-    "utils.instrument_w_nvtx": "torch.profiler.record_function names a part of a program in traces",
+    "utils.instrument_w_nvtx": _NVTX,
     "nebula": "checkpoint.async saves checkpoints in the background",
     "datastates": "checkpoint.async saves checkpoints in the background",
 }
@@ -91,23 +109,25 @@ def describe(name: str) -> str | None:
     return next((ALTERNATIVES[head] for head in heads if head in ALTERNATIVES), None)
 
 
-def explain(name: str) -> str:
-    """The message for an absent name."""
-    instead = describe(name) or _find_similar(*name.rpartition(".")[::2])
+def explain(name: str, *, imports: bool = False) -> str:
+    """The message for an absent name. imports: it would be a module."""
+    instead = describe(name) or _find_similar(*name.rpartition(".")[::2], imports)
     return f"dsjob has no deepspeed.{name}" + (
         f": {instead}" if instead else "; docs/explanation/deepspeed-tests.md lists what it has"
     )
 
 
-def _find_similar(module: str, name: str) -> str | None:
-    """The module that has `name`, or a name of `module` that is spelt like it."""
+def _find_similar(module: str, name: str, imports: bool) -> str | None:
+    """The module that has `name`, or a name of `module` that is spelt like it, or `module` if it is no package here."""
     loaded = {each: vars(found) for each, found in sys.modules.items() if each == _HERE or each.startswith(f"{_HERE}.")}
     homes = [each for each, names in loaded.items() if getattr(names.get(name), "__module__", None) == each]
     if homes:
         return f"it is deepspeed{homes[0].removeprefix(str(_HERE))}.{name}"
     known = loaded.get(f"{_HERE}.{module}" if module else str(_HERE), {})
     spelt = difflib.get_close_matches(name, [each for each in known if not each.startswith("_")], n=1, cutoff=0.8)
-    return f"did you mean {spelt[0]}?" if spelt else None
+    if spelt:
+        return f"did you mean {spelt[0]}?"
+    return f"its names are in deepspeed.{module}" if imports and known.get("__path__") == [] else None
 
 
 class AbsentNameError(UsageError, AttributeError):
@@ -129,7 +149,17 @@ class _Explaining(MetaPathFinder):
         if fullname.startswith(f"{_HERE}."):
             # Do not set the exception's `name`: for `from ... import name`, Python would replace the message by its
             # own.
-            raise AbsentModuleError(explain(fullname[len(_HERE) + 1 :]))
+            raise AbsentModuleError(explain(fullname[len(_HERE) + 1 :], imports=not _is_from_import()))
+
+
+def _is_from_import() -> bool:
+    """Whether a finder is called for `from package import name`, where the name may also be no module."""
+    frame: FrameType | None = inspect.currentframe()
+    while frame is not None and frame.f_code.co_filename.startswith(("<frozen importlib", _OURS)):
+        if frame.f_code.co_name == "_handle_fromlist":
+            return True
+        frame = frame.f_back
+    return False
 
 
 def _find_nothing(name: str) -> NoReturn:
@@ -149,6 +179,8 @@ def explain_names(module: str, find: Callable[[str], Any] = _find_nothing) -> Ca
             raise AttributeError(f"module {module!r} has no attribute {name!r}")
         with suppress(AttributeError):
             return find(name)
+        if f"{module}.{name}" in _also_named:
+            return sys.modules[module]
         # DeepSpeed imports its modules itself, so programs read them as attributes.
         if PathFinder.find_spec(f"{module}.{name}", getattr(sys.modules[module], "__path__", ())):
             return import_module(f"{module}.{name}")
@@ -162,6 +194,21 @@ def explain_names(module: str, find: Callable[[str], Any] = _find_nothing) -> Ca
 def _imports(frame: FrameType | None) -> bool:
     """Whether `frame` is at the part of `from module import name` that reads the name."""
     return frame is not None and dis.opname[frame.f_code.co_code[frame.f_lasti]] == "IMPORT_FROM"
+
+
+def stand_for(module: str, *names: str) -> list[str]:
+    """Makes DeepSpeed's modules `names`, below a module, the module itself.
+
+    Returns a `__path__` for a module that is no package: Python then looks for modules below it, and the finder
+    explains those that are missing.
+    """
+    for name in names:
+        sys.modules[f"{module}.{name}"] = sys.modules[module]
+        _also_named.add(f"{module}.{name}")
+    return []
+
+
+_also_named: set[str] = set()
 
 
 def explain_imports() -> None:

@@ -3,12 +3,16 @@
 from __future__ import annotations
 
 import os
+from collections.abc import Callable, MutableMapping
 from functools import cache
 from typing import Any
 
 import torch
 
 from dsjob.deepspeed.absent import explain_names as _explain_names
+from dsjob.deepspeed.absent import stand_for as _stand_for
+from dsjob.deepspeed.ops import op_builder
+from dsjob.deepspeed.ops.op_builder import OpBuilder
 
 
 class Accelerator:
@@ -59,6 +63,26 @@ class Accelerator:
         """Whether the device executes calls synchronously."""
         return self._name == "cpu"
 
+    use_host_timers = resolves_data_dependency = handles_memory_backpressure = is_synchronized_device
+
+    def default_stream(self, device_index: int | None = None) -> Any:
+        """The stream that work is queued on by default."""
+        return torch.cuda.default_stream(device_index) if self._name == "cuda" else torch.cpu.current_stream()
+
+    def range_push(self, msg: str) -> None:
+        """Begins a range with a name in Nsight's traces. Has no effect on the CPU."""
+        if self._name == "cuda":
+            torch.cuda.nvtx.range_push(msg)  # type: ignore[no-untyped-call]
+
+    def range_pop(self) -> None:
+        """Ends the range that began last."""
+        if self._name == "cuda":
+            torch.cuda.nvtx.range_pop()  # type: ignore[no-untyped-call]
+
+    def lazy_call(self, callback: Callable[[], object]) -> None:
+        """Calls a function."""
+        callback()
+
     def communication_backend_name(self) -> str:
         """The backend for collectives: `nccl` or `gloo`."""
         return "nccl" if self._name == "cuda" else "gloo"
@@ -79,6 +103,33 @@ class Accelerator:
         """The dtypes that models can have."""
         return [torch.float32, torch.float16, torch.bfloat16]
 
+    def is_fp64_supported(self) -> bool:
+        """Always True."""
+        return True
+
+    def get_compile_backend(self) -> str:
+        """The backend that `engine.compile` uses by default."""
+        return "inductor"
+
+    def visible_devices_envs(self) -> list[str]:
+        """The environment variables that say which devices a process sees."""
+        return ["CUDA_VISIBLE_DEVICES"]
+
+    def set_visible_devices_envs(self, current_env: MutableMapping[str, str], local_accelerator_ids: list[int]) -> None:
+        """Sets these variables in `current_env`."""
+        for name in self.visible_devices_envs():
+            current_env[name] = ",".join(map(str, local_accelerator_ids))
+
+    def get_op_builder(self, class_name: str) -> type[OpBuilder] | None:
+        """The class of a builder; None if dsjob does not have it."""
+        found: type[OpBuilder] | None = getattr(op_builder, class_name, None)
+        return found
+
+    def create_op_builder(self, class_name: str) -> OpBuilder | None:
+        """A builder; None if dsjob does not have it."""
+        found = self.get_op_builder(class_name)
+        return found() if found is not None else None
+
     def is_triton_supported(self) -> bool:
         """Always False: dsjob has no Triton kernels."""
         return False
@@ -98,31 +149,68 @@ class Accelerator:
         if self._name == "cuda":
             torch.cuda.empty_cache()
 
+    def _measure(self, name: str, device_index: int | None) -> int:
+        """What torch.cuda's function says of the GPU's memory; 0 on the CPU, where torch does not count it."""
+        return int(getattr(torch.cuda, name)(device_index)) if self._name == "cuda" else 0
+
     def memory_allocated(self, device_index: int | None = None) -> int:
-        """Bytes in use on the GPU; 0 on the CPU, where torch does not count them."""
-        return torch.cuda.memory_allocated(device_index) if self._name == "cuda" else 0
+        """Bytes in use on the GPU; 0 on the CPU."""
+        return self._measure("memory_allocated", device_index)
 
     def max_memory_allocated(self, device_index: int | None = None) -> int:
         """The peak of the bytes in use on the GPU; 0 on the CPU."""
-        return torch.cuda.max_memory_allocated(device_index) if self._name == "cuda" else 0
+        return self._measure("max_memory_allocated", device_index)
+
+    def memory_reserved(self, device_index: int | None = None) -> int:
+        """Bytes that torch holds on the GPU, in use or cached; 0 on the CPU."""
+        return self._measure("memory_reserved", device_index)
+
+    def max_memory_reserved(self, device_index: int | None = None) -> int:
+        """The peak of the bytes that torch holds on the GPU; 0 on the CPU."""
+        return self._measure("max_memory_reserved", device_index)
+
+    memory_cached, max_memory_cached = memory_reserved, max_memory_reserved
+
+    def memory_stats(self, device_index: int | None = None) -> dict[str, Any]:
+        """torch's statistics of the GPU's memory; none on the CPU."""
+        return torch.cuda.memory_stats(device_index) if self._name == "cuda" else {}
 
     def reset_peak_memory_stats(self, device_index: int | None = None) -> None:
         """Resets the peak of the bytes in use."""
         if self._name == "cuda":
             torch.cuda.reset_peak_memory_stats(device_index)
 
+    reset_max_memory_allocated = reset_max_memory_cached = reset_peak_memory_stats
+
+    def total_memory(self, device_index: int | None = None) -> int:
+        """Bytes of the device's memory."""
+        if self._name == "cuda":
+            return int(torch.cuda.mem_get_info(device_index)[1])
+        return os.sysconf("SC_PHYS_PAGES") * os.sysconf("SC_PAGE_SIZE")
+
+    def available_memory(self, device_index: int | None = None) -> int:
+        """Bytes of the device's memory that torch has not allocated; on the CPU, those that are free."""
+        if self._name == "cuda":
+            return self.total_memory(device_index) - self.memory_allocated(device_index)
+        return os.sysconf("SC_AVPHYS_PAGES") * os.sysconf("SC_PAGE_SIZE")
+
     def pin_memory(self, tensor: torch.Tensor, align_bytes: int = 1) -> torch.Tensor:
         """`tensor` in page-locked memory; unchanged if there is no GPU to copy it to."""
         return tensor.pin_memory() if self._name == "cuda" else tensor
+
+    def is_pinned(self, tensor: torch.Tensor) -> bool:
+        """Whether a tensor is in page-locked memory."""
+        return tensor.is_pinned()
 
     def on_accelerator(self, tensor: torch.Tensor) -> bool:
         """Whether a tensor is on the device."""
         return tensor.device.type == self._name
 
     def __getattr__(self, name: str) -> Any:
-        if self._name == "cpu" and not hasattr(self._module, name):
-            return getattr(torch, name)  # get_rng_state, FloatTensor and so on
-        return getattr(self._module, name)
+        for module in (self._module, torch) if self._name == "cpu" else (self._module,):
+            if hasattr(module, name):
+                return getattr(module, name)  # get_rng_state, FloatTensor and so on
+        raise AttributeError(f"the accelerator {self._name} has no attribute {name!r} in dsjob")
 
 
 def is_current_accelerator_supported() -> bool:
@@ -136,4 +224,5 @@ def get_accelerator() -> Accelerator:
     return Accelerator()
 
 
+__path__ = _stand_for(__name__, "real_accelerator")
 __getattr__ = _explain_names(__name__)

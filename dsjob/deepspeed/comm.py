@@ -9,6 +9,7 @@ import torch.distributed as _dist
 from torch import Tensor
 
 from dsjob.deepspeed.absent import explain_names as _explain_names
+from dsjob.deepspeed.absent import stand_for as _stand_for
 from dsjob.engine.build import init_distributed as init_distributed
 
 
@@ -32,6 +33,11 @@ def get_world_group() -> _dist.ProcessGroup | None:
     return _dist.group.WORLD
 
 
+def get_all_ranks_from_group(group: _dist.ProcessGroup | None = None) -> list[int]:
+    """The ranks of a group, as numbers in the job; of all by default."""
+    return _dist.get_process_group_ranks(group)
+
+
 def all_gather_into_tensor(
     output_tensor: Tensor, input_tensor: Tensor, group: _dist.ProcessGroup | None = None, async_op: bool = False
 ) -> Any:
@@ -47,4 +53,5 @@ def inference_all_reduce(
     return _dist.all_reduce(tensor, op=op, group=group, async_op=async_op)
 
 
+__path__ = _stand_for(__name__, "comm")
 __getattr__ = _explain_names(__name__, lambda name: getattr(_dist, name))

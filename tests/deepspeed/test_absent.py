@@ -32,7 +32,17 @@ from dsjob.deepspeed.absent import ALTERNATIVES
         ("from dsjob.deepspeed.ops.adam import FuzedAdam", "no deepspeed.ops.adam.FuzedAdam: did you mean FusedAdam?"),
         ("from dsjob.deepspeed.comm import Pipe", "no deepspeed.comm.Pipe; docs/explanation/deepspeed-tests.md"),
         ("from dsjob.deepspeed.runtime.lr_schedules import OneCycel", "did you mean OneCycle?"),
-        ("from dsjob.deepspeed import log_dist", "no deepspeed.log_dist: it is deepspeed.utils.logging.log_dist"),
+        ("from dsjob.deepspeed import set_log_level_from_string", ": it is deepspeed.utils.logging.set_log_level_from"),
+        ("import dsjob.deepspeed.comm.torch", "no deepspeed.comm.torch: its names are in deepspeed.comm"),
+        ("from dsjob.deepspeed.accelerator import cuda_accelerator", "no deepspeed.accelerator.cuda_accelerator"),
+        (
+            "from dsjob.deepspeed.ops.op_builder.cpu_adam import CPUAdamBuilder",
+            "no deepspeed.ops.op_builder.cpu_adam: its names are in deepspeed.ops.op_builder",
+        ),
+        (
+            "from dsjob.deepspeed.runtime.sequence_parallel import ulysses_sp",
+            "set sequence_parallel_size in the config",
+        ),
         ("import dsjob.deepspeed.inferense", "no deepspeed.inferense; docs/explanation/deepspeed-tests.md"),
     ],
 )

@@ -8,6 +8,7 @@ from typing import Any
 import torch
 
 from dsjob.deepspeed.absent import explain_names as _explain_names
+from dsjob.deepspeed.absent import stand_for as _stand_for
 
 
 class DeepSpeedCPUAdagrad(torch.optim.Adagrad):
@@ -19,4 +20,5 @@ class DeepSpeedCPUAdagrad(torch.optim.Adagrad):
         super().__init__(model_params, lr=lr, eps=eps, weight_decay=weight_decay)
 
 
+__path__ = _stand_for(__name__, "cpu_adagrad")
 __getattr__ = _explain_names(__name__)

@@ -8,6 +8,7 @@ from typing import Any
 import torch
 
 from dsjob.deepspeed.absent import explain_names as _explain_names
+from dsjob.deepspeed.absent import stand_for as _stand_for
 from dsjob.optim.adam import DeepSpeedAdam
 
 
@@ -61,4 +62,5 @@ class DeepSpeedCPUAdam(FusedAdam):
         super().__init__(model_params, lr, bias_correction, betas, eps, adamw_mode, weight_decay, amsgrad)
 
 
+__path__ = _stand_for(__name__, "cpu_adam", "fused_adam")
 __getattr__ = _explain_names(__name__)

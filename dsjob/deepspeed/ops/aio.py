@@ -13,6 +13,7 @@ import torch
 from torch import Tensor
 
 from dsjob.deepspeed.absent import explain_names as _explain_names
+from dsjob.deepspeed.absent import stand_for as _stand_for
 from dsjob.deepspeed.ops.op_builder import AsyncIOBuilder as AsyncIOBuilder
 from dsjob.deepspeed.ops.op_builder import PinMemoryBuilder as PinMemoryBuilder
 from dsjob.errors import StorageError, UsageError
@@ -253,4 +254,5 @@ def _explain(name: str, error: OSError) -> StorageError:
     return StorageError(f"cannot read or write {name}: {error.strerror}", hint="check the file and its disk")
 
 
+__path__ = _stand_for(__name__)
 __getattr__ = _explain_names(__name__)

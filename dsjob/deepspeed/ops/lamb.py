@@ -6,6 +6,7 @@ from collections.abc import Iterable
 from typing import Any
 
 from dsjob.deepspeed.absent import explain_names as _explain_names
+from dsjob.deepspeed.absent import stand_for as _stand_for
 from dsjob.deepspeed.defaults import fill_params
 from dsjob.optim.lamb import Lamb
 
@@ -18,4 +19,5 @@ class FusedLamb(Lamb):
         super().__init__(params, **{key: value for key, value in filled.items() if key != "amsgrad"})
 
 
+__path__ = _stand_for(__name__, "fused_lamb")
 __getattr__ = _explain_names(__name__)

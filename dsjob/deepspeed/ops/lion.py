@@ -6,6 +6,7 @@ from collections.abc import Iterable
 from typing import Any
 
 from dsjob.deepspeed.absent import explain_names as _explain_names
+from dsjob.deepspeed.absent import stand_for as _stand_for
 from dsjob.deepspeed.defaults import fill_params
 from dsjob.optim.lion import Lion
 
@@ -31,4 +32,5 @@ class DeepSpeedCPULion(FusedLion):
     """The same optimizer, under the name that DeepSpeed uses for state on the host."""
 
 
+__path__ = _stand_for(__name__, "cpu_lion", "fused_lion")
 __getattr__ = _explain_names(__name__)

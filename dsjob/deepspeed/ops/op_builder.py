@@ -7,6 +7,8 @@ from types import ModuleType
 from typing import ClassVar
 
 from dsjob.deepspeed.absent import explain_names as _explain_names
+from dsjob.deepspeed.absent import stand_for as _stand_for
+from dsjob.errors import UsageError
 
 
 class OpBuilder:
@@ -19,6 +21,13 @@ class OpBuilder:
         from dsjob.deepspeed.ops import __compatible_ops__
 
         return __compatible_ops__.get(self.NAME, False)
+
+    def load(self, verbose: bool = True) -> ModuleType:
+        """Refused: there is no compiled module. Raises UsageError."""
+        raise UsageError(
+            f"dsjob has no compiled op {self.NAME or type(self).__name__}",
+            hint="use the optimizers of deepspeed.ops, which need nothing to be built",
+        )
 
 
 class FusedAdamBuilder(OpBuilder):
@@ -85,4 +94,5 @@ class PinMemoryBuilder(AsyncIOBuilder):
     NAME = "pin_memory"
 
 
+__path__ = _stand_for(__name__, "builder")
 __getattr__ = _explain_names(__name__)

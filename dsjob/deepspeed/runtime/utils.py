@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from itertools import accumulate, pairwise
+from typing import Any
 
 import torch
 import torch.distributed as dist
@@ -12,6 +13,7 @@ from dsjob.deepspeed.absent import explain_names as _explain_names
 from dsjob.deepspeed.utils import logger
 from dsjob.pipelines.partition import balance
 from dsjob.ranks.seeding import seed_rng
+from dsjob.torch_private import tree_map
 
 
 def see_memory_usage(message: str, force: bool = False) -> None:
@@ -29,6 +31,19 @@ def set_random_seed(seed: int) -> None:
 def clip_grad_norm_(parameters: object, max_norm: float, norm_type: float = 2.0) -> torch.Tensor:
     """torch's function, for a program's own optimizers. Engines clip according to `gradient_clipping`."""
     return torch.nn.utils.clip_grad_norm_(parameters, max_norm, norm_type)  # type: ignore[arg-type]
+
+
+def move_to_device(item: Any, device: torch.device | str, criterion_func: Callable[[Any], bool] | None = None) -> Any:
+    """`item` with its tensors on a device: a tensor, or lists, tuples and dicts with tensors at any depth.
+
+    criterion_func: says which tensors are moved; by default all.
+    """
+
+    def move(value: Any) -> Any:
+        moves = isinstance(value, torch.Tensor) and (criterion_func is None or criterion_func(value))
+        return value.to(device) if moves else value
+
+    return tree_map(move, item)
 
 
 def partition_balanced(weights: Sequence[float], num_parts: int) -> list[int]:

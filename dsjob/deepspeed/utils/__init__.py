@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from dsjob.data.epochs import RepeatingLoader as RepeatingLoader
 from dsjob.deepspeed.absent import explain_names as _explain_names
+from dsjob.deepspeed.absent import stand_for as _stand_for
 from dsjob.deepspeed.utils import groups as groups
 from dsjob.deepspeed.utils import logging as logging
 from dsjob.deepspeed.utils.init_on_device import OnDevice as OnDevice
@@ -31,4 +32,5 @@ from dsjob.parallel.zero import set_z3_leaf_modules_by_suffix as set_z3_leaf_mod
 from dsjob.parallel.zero import unset_z3_leaf_modules as unset_z3_leaf_modules
 from dsjob.parallel.zero import z3_leaf_module as z3_leaf_module
 
+_stand_for(__name__, "tensor_fragment")
 __getattr__ = _explain_names(__name__)

@@ -7,8 +7,9 @@ from typing import Any
 import torch.distributed as _dist
 
 from dsjob.deepspeed.absent import explain_names as _explain_names
+from dsjob.deepspeed.utils.groups import find_group
 from dsjob.ranks.divide import divide_by
-from dsjob.ranks.mesh import Ranks, World, join_world
+from dsjob.ranks.mesh import World, join_world
 from dsjob.ranks.topology import PipeDataParallelTopology as PipeDataParallelTopology
 from dsjob.ranks.topology import PipeModelDataParallelTopology as PipeModelDataParallelTopology
 from dsjob.ranks.topology import ProcessTopology as ProcessTopology
@@ -65,7 +66,7 @@ class PipelineParallelGrid:
 
     def get_pipe_parallel_group(self) -> _dist.ProcessGroup | None:
         """The ranks of this rank's pipeline."""
-        return self._world.pipe.group
+        return find_group(self._world.pipe)
 
     def get_data_parallel_rank(self) -> int:
         """The number of this rank's pipeline."""
@@ -77,7 +78,7 @@ class PipelineParallelGrid:
 
     def get_data_parallel_group(self) -> _dist.ProcessGroup | None:
         """The ranks that have the same layers."""
-        return _find_group(self._world.data)
+        return find_group(self._world.data)
 
     def get_model_parallel_rank(self) -> int:
         """This rank's part of each layer."""
@@ -89,15 +90,11 @@ class PipelineParallelGrid:
 
     def get_model_parallel_group(self) -> _dist.ProcessGroup | None:
         """The ranks that have the other parts of the same layers."""
-        return self._world.tensor.group
+        return find_group(self._world.tensor)
 
     get_slice_parallel_rank = get_model_parallel_rank
     get_slice_parallel_world_size = get_model_parallel_world_size
     get_slice_parallel_group = get_model_parallel_group
-
-
-def _find_group(ranks: Ranks) -> _dist.ProcessGroup | None:
-    return ranks.group or (_dist.group.WORLD if _dist.is_initialized() else None)
 
 
 __getattr__ = _explain_names(__name__)

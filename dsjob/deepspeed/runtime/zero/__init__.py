@@ -8,6 +8,7 @@ from dsjob.parallel.zero import register_external_parameter as register_external
 from dsjob.parallel.zero import unregister_external_parameter as unregister_external_parameter
 from dsjob.parallel.zero_init import Init as Init
 
+MiCS_Init = Init  # the strategy creates the groups of MiCS later, from `mics_shard_size`
 ZeroParamStatus = ShardStatus
 
 __getattr__ = _explain_names(__name__)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
+from enum import IntEnum
 from typing import Any
 
 from dsjob.deepspeed.absent import explain_names as _explain_names
@@ -11,6 +12,16 @@ from dsjob.deepspeed.runtime.zero.offload_config import (
     DeepSpeedZeroOffloadOptimizerConfig,
     DeepSpeedZeroOffloadParamConfig,
 )
+
+
+class ZeroStageEnum(IntEnum):
+    """The ZeRO stages."""
+
+    disabled = 0
+    optimizer_states = 1
+    gradients = 2
+    weights = 3
+    max_stage = 3
 
 
 class DeepSpeedZeroConfig(Section):
