@@ -10,6 +10,7 @@ import sys
 import traceback
 import warnings
 from collections.abc import Sequence
+from contextlib import suppress
 from os import _exit  # the real one, which `exits` replaces
 from typing import NoReturn
 
@@ -25,6 +26,7 @@ TRUST_VARIABLE = "DSJOB_TRUST"  # the trust that the launcher was granted
 FOLDER_VARIABLE = "DSJOB_ERRORS"  # the launcher's private folder
 DEBUG_VARIABLE = "DSJOB_DEBUG"
 LAUNCHER_VARIABLE = "DSJOB_LAUNCHER"  # the launcher's process id
+COMMAND_VARIABLE = "DSJOB_COMMAND"  # for what a command of `dsjob exec --no_python` starts: begins its `tell_program`
 
 
 def run_rank(handed: str, run_dir: str) -> int:
@@ -90,6 +92,25 @@ def add_import_folders(folders: Sequence[str]) -> None:
     for folder in folders:
         if folder not in sys.path:
             sys.path.append(folder)
+
+
+def tell_program() -> None:
+    """Tells the launcher whose command has started this program, if there is one, which process it is."""
+    start = os.environ.pop(COMMAND_VARIABLE, "")
+    with suppress(OSError):  # the launcher has ended
+        if start:
+            os.close(os.open(f"{start}{os.getpid()}", os.O_CREAT | os.O_WRONLY, 0o600))
+
+
+def list_programs(start: str) -> list[int]:
+    """The processes of the programs that a command has started. start: its COMMAND_VARIABLE."""
+    folder, name = os.path.split(start)
+    return [int(each.removeprefix(name)) for each in os.listdir(folder) if each.startswith(name)]
+
+
+def name_command(folder: str, rank: int) -> str:
+    """The COMMAND_VARIABLE of the command that is a rank. folder: the launcher's private one."""
+    return os.path.join(folder, f"program-{rank:05d}-")
 
 
 def end_with_parent(parent: int) -> None:

@@ -19,6 +19,7 @@ from typing import IO, Any
 
 from dsjob.errors import DsjobError, Interrupted, LostRankError, Preempted
 from dsjob.files import open_append
+from dsjob.launch.rank import list_programs, name_command
 from dsjob.launch.relay import Relay, prints_elsewhere
 from dsjob.ranks import patience
 from dsjob.ranks.failures import SAVED_CODES, End, Scene, blame, find_saved_end, has_succeeded, read_failures
@@ -118,8 +119,11 @@ class Supervisor:
         self._asked_at = self._asked_at if self._asked else time.monotonic()
         self._asked = self._asked or number
         for process in self._running():
-            # Signal only the process, not its group: its data loader workers must survive while it saves.
-            _send(process, signal.SIGTERM if number == signal.SIGTERM else signal.SIGINT)
+            # Signal only the process, not its group: its data loader workers must survive while it saves. A shell would
+            # pass on nothing, so the programs of `dsjob exec` that it has started get the signal instead.
+            programs = list_programs(name_command(self.private, process.rank))
+            for each in [each for each in programs if _is_in(each, process)] or [process.popen.pid]:
+                _send(each, signal.SIGTERM if number == signal.SIGTERM else signal.SIGINT)
 
     def _start(self, rank: int, command: Sequence[str], env: Mapping[str, str]) -> None:
         if rank == 0 and prints_elsewhere():
@@ -153,6 +157,8 @@ class Supervisor:
             time.sleep(_PERIOD)
         if saved := find_saved_end(read_failures(self.private)):
             raise saved
+        if early := next((each for each in self._all if each.end and each.end.code == Preempted.exit_code), None):
+            raise Preempted(f"rank {early.rank} exited with code {Preempted.exit_code}")
 
     def _has_failed(self, end: End) -> bool:
         """Whether a rank has neither finished nor saved after a signal. A program that Ctrl-C ends saves nothing."""
@@ -241,7 +247,7 @@ class Supervisor:
         for process in running:
             # A rank installs its handler before its first heartbeat; until then the signal would kill it.
             if os.path.exists(os.path.join(self.private, name_beat(process.rank))):
-                _send(process, STACK_SIGNAL)
+                _send(process.popen.pid, STACK_SIGNAL)
 
     def _read_stacks(self, process: _Process) -> str:
         path = os.path.join(self.private, name_stack(process.rank))
@@ -279,11 +285,19 @@ def _is_overdue(beat: Beat | None, began: float) -> bool:
     return time.monotonic() - began > (patience.TO_END if answers else patience.TO_ANSWER)
 
 
-def _send(process: _Process, number: int) -> None:
+def _send(process: int, number: int) -> None:
     try:
-        os.kill(process.popen.pid, number)
+        os.kill(process, number)
     except ProcessLookupError:
         pass
+
+
+def _is_in(process: int, rank: _Process) -> bool:
+    """Whether a process is in the session of a rank. Its number may have become another process's."""
+    try:
+        return bool(os.getsid(process) == rank.popen.pid)
+    except ProcessLookupError:
+        return False
 
 
 def _kill(process: _Process) -> None:

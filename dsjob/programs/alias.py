@@ -58,7 +58,13 @@ def alias_imports() -> None:
 
 def stand_in(environment: MutableMapping[str, str], path: list[str] | None = None) -> None:
     """Puts the stand-in first on PYTHONPATH in `environment`, and first on `path`, such as `sys.path`."""
-    rest = [folder for folder in environment.get("PYTHONPATH", "").split(os.pathsep) if folder and folder != STAND_IN]
-    environment["PYTHONPATH"] = os.pathsep.join([STAND_IN, *rest])
+    leave_out(environment)
+    environment["PYTHONPATH"] = os.pathsep.join(filter(None, [STAND_IN, environment["PYTHONPATH"]]))
     if path is not None:
         path[:] = [STAND_IN, *(folder for folder in path if folder != STAND_IN)]
+
+
+def leave_out(environment: MutableMapping[str, str]) -> None:
+    """Removes the stand-in from PYTHONPATH in `environment`."""
+    folders = environment.get("PYTHONPATH", "").split(os.pathsep)
+    environment["PYTHONPATH"] = os.pathsep.join(folder for folder in folders if folder and folder != STAND_IN)

@@ -21,7 +21,7 @@ _PATTERN = "outputs/%name/%time"  # the default of `output.dir`
 
 def create(program: str, run_dir: str | None) -> str:
     """Creates the run folder: `run_dir`, or `outputs/NAME/TIME` for the program NAME. Returns its path."""
-    name = os.path.basename(program.rstrip("/")).removesuffix(".py") or "program"
+    name = os.path.basename(os.path.abspath(program)).removesuffix(".py") or "program"  # `.` is a program, too
     return make_run_dir(run_dir or _PATTERN, name)
 
 

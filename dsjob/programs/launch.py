@@ -7,17 +7,17 @@ import socket
 import sys
 import time
 from dataclasses import dataclass
-from importlib.util import find_spec
+from importlib.machinery import PathFinder
 from typing import Literal, NoReturn
 
 from dsjob.errors import DsjobError, UsageError, how_to_install
 from dsjob.home import find_again
 from dsjob.launch import devices, launcher
-from dsjob.launch.rank import DEBUG_VARIABLE
+from dsjob.launch.rank import DEBUG_VARIABLE, tell_program
 from dsjob.launch.supervisor import Supervisor
 from dsjob.launch.surroundings import list_variables, make_logs, private_folder, touching_save_request
 from dsjob.programs import folder, rank
-from dsjob.programs.alias import STAND_IN, stand_in
+from dsjob.programs.alias import STAND_IN, leave_out, stand_in
 from dsjob.run_folder import marking_running
 
 replace_process = os.execv
@@ -120,6 +120,7 @@ def become_rank(
         _tell_beginning(program, count, where)
     os.environ.update(_list_own(engine, where, lenient), **{DEBUG_VARIABLE: "1" if debug else ""})
     command = program.make_command(local_rank=False)
+    tell_program()
     sys.stdout.flush()
     replace_process(command[0], command)
 
@@ -133,8 +134,9 @@ def require_engine(engine: str) -> None:
     """Raises UsageError if the engine is DeepSpeed's own and DeepSpeed is not installed."""
     if engine != "deepspeed":
         return
-    found = find_spec("deepspeed")
-    if found is None or str(found.origin).startswith(STAND_IN):
+    # A program that `dsjob exec` runs may start this one.
+    found = PathFinder.find_spec("deepspeed", [folder for folder in sys.path if folder != STAND_IN])
+    if found is None or found.origin is None:  # a folder of this name is no package
         raise UsageError(
             "--engine deepspeed needs the package deepspeed, which is not installed",
             hint=how_to_install("deepspeed"),
@@ -144,8 +146,7 @@ def require_engine(engine: str) -> None:
 def _list_own(engine: str, run_dir: str, lenient: bool) -> dict[str, str]:
     """The environment variables of ranks that run a program, whoever starts them."""
     found = {"PYTHONPATH": os.environ.get("PYTHONPATH", ""), **find_again()}
-    if engine == "dsjob":
-        stand_in(found)
+    (stand_in if engine == "dsjob" else leave_out)(found)
     return {
         **found,
         rank.RUN_VARIABLE: os.path.abspath(run_dir) if run_dir else "",

@@ -25,7 +25,15 @@ from types import CodeType, ModuleType
 from typing import Any
 
 from dsjob.errors import ConfigError, DsjobError, Interrupted, UsageError
-from dsjob.launch.rank import DEBUG_VARIABLE, FOLDER_VARIABLE, LAUNCHER_VARIABLE, end_rank, end_with_parent
+from dsjob.launch.rank import (
+    COMMAND_VARIABLE,
+    DEBUG_VARIABLE,
+    FOLDER_VARIABLE,
+    LAUNCHER_VARIABLE,
+    end_rank,
+    end_with_parent,
+    name_command,
+)
 from dsjob.programs import guard
 from dsjob.programs.alias import STAND_IN
 from dsjob.programs.told import describe
@@ -51,6 +59,8 @@ def main(words: Sequence[str]) -> int:
     if local_rank == "1":
         arguments.insert(0, f"--local_rank={os.environ['LOCAL_RANK']}")
     if kind == "command":
+        if folder:
+            os.environ[COMMAND_VARIABLE] = name_command(folder, int(os.environ["RANK"]))
         return _become(name, arguments, folder)
     run_dir = os.environ.pop(RUN_VARIABLE, "")
     record_collectives()
