@@ -92,8 +92,15 @@ _FROM_HIDDEN_SIZE: dict[Path, Callable[[dict[str, Any]], Derived]] = {
     (*_ZERO, "stage3_prefetch_bucket_size"): _from_hidden_size("0.9*hidden_size^2", lambda size: 0.9 * size * size),
     (*_ZERO, "stage3_param_persistence_threshold"): _from_hidden_size("10*hidden_size", lambda size: 10 * size),
 }
+# What programs set to auto without a library that fills it in, such as OpenRLHF. DeepSpeed then uses the default.
+_TUNING = (
+    *("sub_group_size", "allgather_bucket_size", "overlap_comm", "contiguous_gradients", "reduce_scatter"),
+    *("allgather_partitions", "round_robin_gradients", "stage3_max_live_parameters", "stage3_max_reuse_distance"),
+    *("stage3_model_persistence_threshold", "stage3_module_granularity_threshold"),
+)
 _TABLE: dict[Path, Callable[[dict[str, Any]], Derived]] = {
     **_FROM_HIDDEN_SIZE,
+    **{(*_ZERO, key): _default for key in _TUNING},
     (*_ZERO, "stage3_gather_16bit_weights_on_model_save"): _default,
     ("gradient_clipping",): _default,
     ("bf16", "enabled"): _default,

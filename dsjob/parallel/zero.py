@@ -10,7 +10,7 @@ references to them see the whole values.
 from __future__ import annotations
 
 import warnings
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Iterable, Mapping
 from types import TracebackType
 from typing import Any
 
@@ -19,7 +19,7 @@ import torch.distributed as dist
 from torch import Tensor, nn
 from torch.distributed.tensor import DTensor
 
-from dsjob.compute.find_blocks import find_by_name, find_by_suffix, find_of_classes, is_leaf, mark_external, mark_leaf
+from dsjob.compute.find_blocks import mark_external
 from dsjob.errors import UsageError
 from dsjob.optim.shards import local, own_part
 from dsjob.optim.shards import whole as gather
@@ -205,68 +205,3 @@ def register_external_parameter(module: nn.Module, parameter: nn.Parameter) -> N
 def unregister_external_parameter(module: nn.Module, parameter: nn.Parameter) -> None:
     """Reverses `register_external_parameter`."""
     parameter.__dict__.pop("_dsjob_external", None)
-
-
-def set_z3_leaf_module(module: nn.Module, flag: bool) -> None:
-    """Sets whether a module is a leaf: all parameters inside are sharded and gathered together. Call it before
-    `initialize`."""
-    mark_leaf(module, flag)
-
-
-def set_z3_leaf_modules(
-    model: nn.Module, leaf_module_classes: Sequence[type | str], raise_if_not_found: bool = True
-) -> list[nn.Module]:
-    """Makes all modules in `model` of these classes (or class names, dotted or not) leaves. This suits experts, for
-    example, of which ranks use different ones. Returns the modules; raises UsageError if there are none."""
-    found, _ = find_of_classes(model, leaf_module_classes)
-    if not found and raise_if_not_found:
-        raise UsageError(f"the model has no module of the classes {list(leaf_module_classes)}")
-    for module in found:
-        mark_leaf(module)
-    return found
-
-
-def set_z3_leaf_modules_by_name(
-    model: nn.Module, module_names: Sequence[str], flag: bool = True, raise_if_not_found: bool = True
-) -> tuple[list[nn.Module], list[str]]:
-    """Sets or (with `flag` False) clears the leaf flag of the modules with these names. Returns the modules, and names
-    that were not found. Raises UsageError for such names."""
-    return _mark_all(find_by_name(model, module_names), flag, raise_if_not_found)
-
-
-def set_z3_leaf_modules_by_suffix(
-    model: nn.Module, module_name_suffixes: Sequence[str], flag: bool = True, raise_if_not_found: bool = True
-) -> tuple[list[nn.Module], list[str]]:
-    """Like `set_z3_leaf_modules_by_name`, for modules whose names end in one of these suffixes."""
-    return _mark_all(find_by_suffix(model, module_name_suffixes), flag, raise_if_not_found)
-
-
-def _mark_all(
-    found: tuple[list[nn.Module], list[str]], flag: bool, raise_if_not_found: bool
-) -> tuple[list[nn.Module], list[str]]:
-    modules, missing = found
-    if missing and raise_if_not_found:
-        raise UsageError(f"the model has no module named {' or '.join(missing)}")
-    for module in modules:
-        mark_leaf(module, flag)
-    return found
-
-
-def unset_z3_leaf_modules(
-    model: nn.Module, leaf_module_classes: Sequence[type | str], raise_if_not_found: bool = True
-) -> list[nn.Module]:
-    """Reverses `set_z3_leaf_modules`."""
-    found = set_z3_leaf_modules(model, leaf_module_classes, raise_if_not_found)
-    for module in found:
-        mark_leaf(module, False)
-    return found
-
-
-def get_z3_leaf_modules(model: nn.Module) -> list[nn.Module]:
-    """All leaf modules in `model`."""
-    return [module for module in model.modules() if is_leaf(module)]
-
-
-def z3_leaf_module(module: nn.Module) -> bool:
-    """Whether a module is a leaf."""
-    return is_leaf(module)

@@ -45,9 +45,10 @@ class Init:
     methods such as `normal_` write into shards elsewhere are the values that the whole parameters would get.
 
     module: an existing module to shard at once. dtype: cast parameters to it; by default they keep their dtype, since
-    they become the masters. mpu, data_parallel_group: the ranks to shard over, instead of all. enabled: False turns
-    everything off. The other arguments are DeepSpeed's and have no effect. On one rank, parameters stay whole, but have
-    the attributes of sharded ones. A process without a process group joins one.
+    they become the masters. mpu, data_parallel_group, sequence_data_parallel_group: the ranks to shard over, instead of
+    all. enabled: False turns everything off. The other arguments are DeepSpeed's and have no effect, but quantization
+    is refused. On one rank, parameters stay whole, but have the attributes of sharded ones. A process without a process
+    group joins one.
     """
 
     def __init__(
@@ -62,17 +63,24 @@ class Init:
         enabled: bool = True,
         dtype: torch.dtype | None = None,
         mpu: Any = None,
-        **others: Any,
+        zero_param_parallel_group: dist.ProcessGroup | None = None,
+        zero_quantized_weights: bool = False,
+        zero_quantized_nontrainable_weights: bool = False,
+        sequence_data_parallel_group: dist.ProcessGroup | None = None,
+        param_swapper: Any = None,
+        tensor_overrides: Any = None,
     ) -> None:
         if remote_device not in (None, "none", "cpu"):
             raise UsageError(f"zero.Init: invalid remote_device {remote_device!r}", hint='use "cpu" or None')
+        if zero_quantized_weights or zero_quantized_nontrainable_weights:
+            raise UsageError("zero.Init: quantized weights would change the results", hint="leave the argument out")
         self._dtype, self._enabled = dtype, enabled
         self._mesh: DeviceMesh | None = None
         self._group: dist.ProcessGroup | None = None
         self._stack = contextlib.ExitStack()
         if enabled:
             init_distributed()
-            world = _find_world(mpu, data_parallel_group)
+            world = _find_world(mpu, data_parallel_group or sequence_data_parallel_group)
             # Not `data_mesh` itself: its dim has a name. peft takes weights on named meshes for parts of tensor
             # parallelism, which compute with their parts alone, and would make adapters of the parts' sizes.
             if world.data_size > 1:

@@ -41,12 +41,27 @@ def get(document: dict[str, Any], path: str) -> Any:
     return value
 
 
+# The resolved document leaves them out: the default applies.
+TUNING = [
+    "sub_group_size",
+    "allgather_bucket_size",
+    "overlap_comm",
+    "contiguous_gradients",
+    "reduce_scatter",
+    "allgather_partitions",
+    "round_robin_gradients",
+    "stage3_max_live_parameters",
+    "stage3_max_reuse_distance",
+    "stage3_model_persistence_threshold",
+    "stage3_module_granularity_threshold",
+]
 DECAY = {"scheduler": {"type": "WarmupDecayLR", "params": {}}}
 TABLE: list[tuple[str, Any, str, dict[str, Any]]] = [
     (f"{Z}.reduce_bucket_size", H * H, "hidden_size^2", {}),
     (f"{Z}.stage3_prefetch_bucket_size", int(0.9 * H * H), "0.9*hidden_size^2", {}),
     (f"{Z}.stage3_param_persistence_threshold", 10 * H, "10*hidden_size", {}),
     (f"{Z}.stage3_gather_16bit_weights_on_model_save", False, "the default", {}),
+    *((f"{Z}.{key}", None, "the default", {}) for key in TUNING),
     ("gradient_clipping", 1.0, "the default", {}),
     ("bf16.enabled", False, "the default", {}),
     ("fp16.enabled", False, "the default", {}),

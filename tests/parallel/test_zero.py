@@ -15,7 +15,7 @@ from torch.distributed.tensor import DTensor
 import dsjob
 from dsjob.engine.engine import Engine
 from dsjob.errors import ConfigWarning, UsageError
-from dsjob.parallel import zero
+from dsjob.parallel import leaves, zero
 from dsjob.parallel.parameters import (
     safe_get_full_fp32_param,
     safe_get_full_grad,
@@ -121,6 +121,13 @@ def ask(world: World) -> None:
 
 def test_libraries_see_that_weights_are_sharded_over_data_and_gathered_in_a_forward_pass() -> None:
     run_ranks(ask, 2)
+
+
+def test_init_refuses_what_would_change_the_results_and_names_that_do_not_exist() -> None:
+    with pytest.raises(UsageError, match="quantized weights would change the results"):
+        zero.Init(zero_quantized_weights=True)
+    with pytest.raises(TypeError, match="data_paralel_group"):
+        zero.Init(data_paralel_group=None)  # type: ignore[call-arg]
 
 
 def test_init_does_nothing_on_one_rank() -> None:
@@ -383,18 +390,18 @@ class Choice(nn.Module):
 
 def test_leaves_are_found_by_class_name_or_suffix() -> None:
     model = Choice()
-    assert zero.set_z3_leaf_modules_by_name(model, ["experts.0"]) == ([model.experts[0]], [])
-    assert zero.z3_leaf_module(model.experts[0])
+    assert leaves.set_z3_leaf_modules_by_name(model, ["experts.0"]) == ([model.experts[0]], [])
+    assert leaves.z3_leaf_module(model.experts[0])
     assert model.experts[0]._z3_leaf  # DeepSpeed's name for it, which programs read
     inner = [block.inner for block in model.experts]
-    assert zero.set_z3_leaf_modules_by_suffix(model, ["inner", "gone"], raise_if_not_found=False) == (inner, ["gone"])
-    assert zero.unset_z3_leaf_modules(model, [Block]) == list(model.experts)
-    assert zero.get_z3_leaf_modules(model) == inner
-    assert zero.set_z3_leaf_modules_by_suffix(model, ["0.inner"], flag=False) == (inner[:1], [])
-    assert zero.get_z3_leaf_modules(model) == inner[1:]
+    assert leaves.set_z3_leaf_modules_by_suffix(model, ["inner", "gone"], raise_if_not_found=False) == (inner, ["gone"])
+    assert leaves.unset_z3_leaf_modules(model, [Block]) == list(model.experts)
+    assert leaves.get_z3_leaf_modules(model) == inner
+    assert leaves.set_z3_leaf_modules_by_suffix(model, ["0.inner"], flag=False) == (inner[:1], [])
+    assert leaves.get_z3_leaf_modules(model) == inner[1:]
     with pytest.raises(UsageError, match="the model has no module named nothing"):
-        zero.set_z3_leaf_modules_by_name(model, ["nothing"])
-    assert zero.set_z3_leaf_modules(model, ["Nothing"], raise_if_not_found=False) == []
+        leaves.set_z3_leaf_modules_by_name(model, ["nothing"])
+    assert leaves.set_z3_leaf_modules(model, ["Nothing"], raise_if_not_found=False) == []
 
 
 def train_experts(world: World, by_config: bool) -> bool:
@@ -403,9 +410,9 @@ def train_experts(world: World, by_config: bool) -> bool:
     if by_config:
         engine = engine_of(model, 3, zero_optimization={"stage": 3, "leaf_module": {"names": ["experts"]}})
     else:
-        assert zero.set_z3_leaf_modules(model, ["ModuleList"]) == [model.experts]
+        assert leaves.set_z3_leaf_modules(model, ["ModuleList"]) == [model.experts]
         engine = engine_of(model, 3)
-    assert zero.get_z3_leaf_modules(model) == [model.experts]
+    assert leaves.get_z3_leaf_modules(model) == [model.experts]
     before = whole_state(engine)
     engine.backward(engine(torch.ones(2, WIDTH), world.data_rank))
     engine.step()
@@ -423,6 +430,6 @@ def test_leaves_of_the_config_that_are_not_there_are_told() -> None:
     model = Choice()
     with pytest.warns(ConfigWarning, match=r"does not have: experts\.7, outer$"):
         engine_of(model, 3, zero_optimization={"stage": 3, "leaf_module": section})
-    assert len(zero.get_z3_leaf_modules(model)) == 4
+    assert len(leaves.get_z3_leaf_modules(model)) == 4
     with pytest.warns(ConfigWarning, match="does not have: Gone"):
         engine_of(Choice(), 3, zero_optimization={"stage": 3, "leaf_module": {"classes": ["Gone"]}})

@@ -220,7 +220,7 @@ def test_the_exit_code_of_a_saved_program_passes_through_too(tmp_path: Path, wor
 
 def test_a_folder_that_is_run_gives_the_run_its_name(tmp_path: Path) -> None:
     (tmp_path / "__main__.py").write_text("print('here')")
-    done = execute(tmp_path, ".")
+    done = dsjob("exec", ".", cwd=tmp_path)
     assert (done.returncode, done.stdout) == (0, "here\n"), done.stderr
     assert (tmp_path / "outputs" / tmp_path.name).is_dir()
 
