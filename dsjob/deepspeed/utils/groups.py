@@ -85,29 +85,9 @@ def _get_sequence_parallel_rank() -> int:
     return _along("context").rank
 
 
-def _tensor_ranks() -> _Ranks:
-    world = _checkpointing.find_ranks()
-    return world.tensor if world is not None else _Ranks()
-
-
-def get_tensor_model_parallel_group() -> _dist.ProcessGroup | None:
-    """The ranks among which the most recent engine divides layers."""
-    return _tensor_ranks().group
-
-
-def get_tensor_model_parallel_world_size() -> int:
-    """Their number."""
-    return _tensor_ranks().size
-
-
-def get_tensor_model_parallel_rank() -> int:
-    """This rank's position among them."""
-    return _tensor_ranks().rank
-
-
 def get_tensor_model_parallel_src_rank() -> int:
-    """The first of them, among all ranks of the job."""
-    group = _tensor_ranks().group
+    """The first of the ranks that hold the parts of the same layers, among all ranks of the job."""
+    group = _along("tensor").group
     return _dist.get_global_rank(group, 0) if group is not None else _dist.get_rank()
 
 
