@@ -125,9 +125,9 @@ def test_libraries_see_that_weights_are_sharded_over_data_and_gathered_in_a_forw
 
 def test_init_refuses_what_would_change_the_results_and_names_that_do_not_exist() -> None:
     with pytest.raises(UsageError, match="quantized weights would change the results"):
-        zero.Init(zero_quantized_weights=True)
+        Init(zero_quantized_weights=True)
     with pytest.raises(TypeError, match="data_paralel_group"):
-        zero.Init(data_paralel_group=None)  # type: ignore[call-arg]
+        Init(data_paralel_group=None)  # type: ignore[call-arg]
 
 
 def test_init_does_nothing_on_one_rank() -> None:
