@@ -19,6 +19,7 @@ _CONTAINERS = (nn.ModuleList, nn.ModuleDict, nn.Sequential)
 _LEAF = "_z3_leaf"  # the name that DeepSpeed gives it, which programs read
 _EXTERNAL = "_dsjob_external"
 _BLOCK = "_dsjob_block"
+_UNIT = "_dsjob_unit"
 
 
 def mark_leaf(module: nn.Module, flag: bool = True) -> None:
@@ -44,6 +45,16 @@ def is_external(parameter: Tensor) -> bool:
 def mark_block(module: nn.Module) -> None:
     """Marks a module: it is a block, whatever is beside it."""
     setattr(module, _BLOCK, True)
+
+
+def mark_unit(module: nn.Module) -> None:
+    """Marks a layer: stage 3 shards and gathers it by itself, also inside a block."""
+    setattr(module, _UNIT, True)
+
+
+def find_units(model: nn.Module) -> list[nn.Module]:
+    """The layers that `mark_unit` was called with."""
+    return [module for module in model.modules() if getattr(module, _UNIT, False)]
 
 
 Found = tuple[list[nn.Module], list[str]]  # modules found, and requested names that were not found

@@ -4,9 +4,10 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import Literal
+from typing import Literal, NewType
 
 Dtype = Literal["fp32", "bf16", "fp16"]
+KeptBuffers = NewType("KeptBuffers", object)  # "auto", or patterns of names
 DtypeName = Literal[
     "bfloat16",
     "bf16",
@@ -58,3 +59,5 @@ class TorchAutocast:
 @dataclass(frozen=True, slots=True)
 class DataTypes:
     grad_accum_dtype: Dtype | None
+    buffer_dtype: Dtype | None
+    keep_in_fp32_modules: KeptBuffers

@@ -28,7 +28,6 @@ _EXPERTS = "expert parallelism is not built; a model with experts trains under Z
 _NVME = "the config's offload_optimizer and offload_param sections keep state on a disk: device nvme, with nvme_path"
 _OPTIMIZER = "engine.optimizer is the optimizer itself, without a wrapper; `dsjob plan` predicts the memory of a job"
 _KERNELS = "use torch's own attention and layers (scaled_dot_product_attention, torch.compile: compile.enabled)"
-_TILED = "use torch.nn.Linear; dsjob.linear_cross_entropy saves the memory of a large vocabulary's logits"
 _SEQUENCE = "set sequence_parallel_size in the config: initialize divides the model's sequences"
 _NVTX = "torch.profiler.record_function names a part of a program in traces"
 _DENSE = "gradients are always reduced as dense tensors"
@@ -92,8 +91,6 @@ ALTERNATIVES = {
     "ops.transformer.DeepSpeedTransformerInference": _INFERENCE,
     "moe.utils.split_params_into_shared_and_expert_params": _EXPERTS,
     "moe.utils.has_moe_layers": _EXPERTS,
-    "zero.TiledLinear": _TILED,
-    "runtime.zero.TiledLinear": _TILED,
     "runtime.utils.get_global_norm": "engine.get_global_grad_norm() gives the norm of the last step",
     "runtime.utils.DummyOptim": "initialize without an optimizer needs none",
     "utils.instrument_w_nvtx": _NVTX,

@@ -36,6 +36,7 @@ from dsjob.optim.onebit.own_gradients import require_data_parallel
 from dsjob.optim.parts import updates_elements, updates_parts
 from dsjob.optim.schedules import settle_length
 from dsjob.parallel import Strategy, build_strategy
+from dsjob.parallel.buffers import cast_buffers
 from dsjob.parallel.pipeline.module import PipelineModule
 from dsjob.parallel.pipeline.passes import StagePasses
 from dsjob.parallel.sharded import refuse_sharded
@@ -304,6 +305,7 @@ def _spread(
     model: nn.Module, spec: EngineSpec, world: World, precision: Precision, pipeline: StagePasses | None
 ) -> Strategy:
     divided = divide_model(model, spec.tensor_parallel, world)
+    cast_buffers(model, spec.data_types, precision.compute)
     # Before sharding: FSDP2's hooks then lie outside the recomputed and compiled forwards.
     if pipeline is None:
         prepare_blocks(model, spec)

@@ -6,7 +6,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from functools import cached_property
 from itertools import chain
 from types import MappingProxyType
@@ -353,10 +353,11 @@ def broadcast(tensors: list[Tensor], world: World) -> None:
 
 
 @torch.no_grad()
-def align(model: nn.Module, world: World) -> None:
+def align(model: nn.Module, world: World, but: Collection[int] = ()) -> None:
     """Broadcasts the first data-parallel rank's parameters and buffers. Otherwise, ranks would train different
-    models."""
-    there = [each.data for each in chain(model.parameters(), model.buffers()) if not each.is_meta]  # see presharded
+    models. but: ids of parameters that differ on purpose."""
+    found = (each for each in chain(model.parameters(), model.buffers()) if id(each) not in but)
+    there = [each.data for each in found if not each.is_meta]  # see presharded
     waiting, size = list[Tensor](), 0
     for tensor in filter(Tensor.numel, there):
         waiting.append(tensor)

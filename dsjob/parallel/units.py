@@ -10,7 +10,7 @@ from torch import nn
 from torch.distributed.fsdp import FSDPModule, MixedPrecisionPolicy, fully_shard
 
 from dsjob.compute.autocast import DEFAULT_SAFE_MODULES, mark
-from dsjob.compute.find_blocks import find_blocks
+from dsjob.compute.find_blocks import find_blocks, find_units
 from dsjob.compute.precision import Precision
 from dsjob.contract.sharding import choose_ahead, stands_alone
 from dsjob.contract.spec import Zero
@@ -28,6 +28,9 @@ def shard(model: nn.Module, zero: Zero, precision: Precision, options: dict[str,
     # Inner units first, the root last: fully_shard takes the parameters that no unit inside has taken.
     for safe in mark_safe(model, precision):
         _shard_safe(safe, options, precision.autocast)
+    for unit in find_units(model) if zero.stage == 3 else ():
+        if not isinstance(unit, FSDPModule):
+            fully_shard(unit, mp_policy=policy, **options)
     found = find_blocks(model)
     blocks = [b for b in found if stands_alone(sum(p.numel() for p in b.parameters()), zero.stage)]
     for block in blocks:

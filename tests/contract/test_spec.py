@@ -15,6 +15,7 @@ from job_documents import make_job, resolve
 from dsjob.contract.deepspeed_keys import CALLBACKS, to_config_path, to_job
 from dsjob.contract.divided import DividingPlan, LayerSpecs
 from dsjob.contract.lengths import PATTERN, Length
+from dsjob.contract.precisions import KeptBuffers
 from dsjob.contract.schema import Schema, deepspeed_schema, is_target, job_schema
 from dsjob.contract.spec import (
     EngineSpec,
@@ -75,6 +76,8 @@ def type_differences(hint: Any, schema: Schema, path: str) -> Iterator[str]:
         agrees = schema["type"] == "object" and "tokenizer" in schema["properties"]
     elif hint in (Order, Stages, DividingPlan):
         agrees = schema["type"] == (["integer", "string"] if hint is Stages else ["string", "object"])
+    elif hint is KeptBuffers:
+        agrees = schema["type"] == ["string", "array"]
     elif hint is LayerSpecs:
         agrees = schema["type"] == "array" and schema["items"]["type"] == "object"
     elif hint is Keys:

@@ -216,6 +216,38 @@ def test_divided_layers_of_a_models_own() -> None:
     run_ranks(divide_one, 2)
 
 
+class Feed(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.up, self.down = nn.Linear(WIDTH, 64), nn.Linear(64, WIDTH)
+
+    def forward(self, x: Tensor) -> Tensor:
+        y: Tensor = self.down(torch.relu(self.up(x)))
+        return y
+
+
+def train_own(world: World, divides: bool, stage: int) -> Any:
+    torch.manual_seed(0)
+    model = Feed()
+    if not divides:
+        return train(model, {}, 0)
+    group = torch.distributed.group.WORLD
+    model.up = LinearLayer(model.up, group)
+    model.down = LinearAllreduce(model.down, group)  # type: ignore[assignment]
+    skip = {"layer_specs": [{"patterns": [".*"], "partition_type": "skip"}]}
+    return train(model, {"autotp_size": 2, "partition_config": skip}, stage)
+
+
+@pytest.mark.parametrize("stage", [0, 2])
+def test_a_model_that_divides_its_layers_itself_trains_and_is_saved_as_a_whole(stage: int) -> None:
+    (alone,) = run_ranks(train_own, 1, False, 0)
+    for losses, weights, held in run_ranks(train_own, 2, True, stage):
+        assert losses == pytest.approx(alone[0], rel=1e-5)
+        assert held < 0.6 * alone[2]
+        for name, weight in alone[1].items():
+            torch.testing.assert_close(weights[name], weight, rtol=0, atol=2e-5)
+
+
 PROGRAM = """
 import json, sys, torch, deepspeed
 sys.path.insert(0, {folder!r})

@@ -73,7 +73,8 @@ def _divide_layers(model: nn.Module, section: TensorParallel, world: World) -> D
     chosen = _choose(model, section, world)
     _require_heads(model, ranks.size)
     # Otherwise, ranks could keep parts of different weights: a program may have seeded them differently.
-    align(model, dataclasses.replace(world, data_group=ranks.group))
+    own = {id(parameter) for parameter in model.parameters() if find_split(parameter) is not None}
+    align(model, dataclasses.replace(world, data_group=ranks.group), but=own)
     if section.loss_parallel:
         chosen |= divide_vocabulary(model, chosen)
     partial = _divide_all(model, chosen, section, world)
