@@ -9,11 +9,12 @@ from __future__ import annotations
 
 import json
 import os
+import sys
 from collections.abc import Sequence
 
 from dsjob import provenance, storage
 from dsjob.contract.secrets import is_secret, redact
-from dsjob.errors import Preempted
+from dsjob.errors import Preempted, StorageError
 from dsjob.run_folder import PROGRAM_NAME, make_run_dir, write_result
 
 _PATTERN = "outputs/%name/%time"  # the default of `output.dir`
@@ -33,11 +34,17 @@ def describe(run_dir: str, words: Sequence[str], engine: str, ranks: int) -> Non
 
 
 def conclude(run_dir: str, code: int, message: str, seconds: float) -> None:
-    """Writes result.json: the exit code, why if it is not 0, and the seconds since the program began."""
+    """Writes result.json: the exit code, why if it is not 0, and the seconds since the program began.
+
+    Only prints why it cannot be written: the program has ended, and its exit code is what counts.
+    """
     stopped = code in (Preempted.exit_code, 130, 143)
     status = "stopped" if stopped else "failed" if code else "done"
     told = {"error": message} if code else {}
-    write_result(run_dir, {"status": status, "exit_code": code, "seconds": round(seconds, 1), **told})
+    try:
+        write_result(run_dir, {"status": status, "exit_code": code, "seconds": round(seconds, 1), **told})
+    except StorageError as error:
+        print(f"dsjob exec: {error.message}", file=sys.stderr)  # noqa: T201
 
 
 def hide_words(words: Sequence[str]) -> list[str]:

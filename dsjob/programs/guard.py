@@ -20,6 +20,7 @@ from importlib.util import find_spec
 from types import ModuleType
 from typing import TYPE_CHECKING, Any
 
+from dsjob.errors import LaunchError
 from dsjob.programs.folder import conclude
 from dsjob.ranks.failures import Failure
 
@@ -27,7 +28,6 @@ if TYPE_CHECKING:
     from dsjob.ranks.watchdog import Position, StoreBoard, Watchdog
 
 _PERIOD = 0.25  # seconds between looks for a process group
-_MINUTES = "DEEPSPEED_TIMEOUT"  # of a collective, as in `init_distributed`
 
 
 class Guard:
@@ -82,12 +82,15 @@ class Guard:
                 return
 
     def _watch(self, distributed: Any) -> None:
+        from dsjob.ranks.rendezvous import read_timeout
         from dsjob.ranks.watchdog import FolderBoard, StoreBoard, Watchdog, position
 
         if position.doing == "starting":  # else the engine says more
             position.doing = "running"
         rank, size = distributed.get_rank(), distributed.get_world_size()
-        timeout = 60 * float(os.environ.get(_MINUTES, "30"))
+        timeout = 1800.0
+        with suppress(LaunchError):  # the program has a group of its own making, with another timeout
+            timeout = read_timeout()
         if self.folder:
             self._watchdog = Watchdog(FolderBoard(self.folder, rank), rank=rank, timeout=timeout)
         elif size > 1:

@@ -9,6 +9,7 @@ from __future__ import annotations
 import atexit
 import json
 import os
+import sys
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager, suppress
 from typing import Any, ClassVar
@@ -21,6 +22,7 @@ from dsjob.contract.secrets import hide_secrets
 from dsjob.deepspeed import entry
 from dsjob.deepspeed.runtime import engine
 from dsjob.deepspeed.runtime.pipe import engine as pipe
+from dsjob.errors import StorageError
 from dsjob.files import append_bytes
 from dsjob.programs import guard, origins
 from dsjob.ranks.watchdog import position
@@ -77,8 +79,13 @@ class Recorder:
             names = (name for name, value in zip(("loss", "grad_norm"), pair, strict=True) if value is not None)
             read = {name: next(numbers) for name in names}
             lines.append(json.dumps(drop_non_finite({**record, **read})) + "\n")
-        if lines:
+        if not lines:
+            return
+        try:
             append_bytes(os.path.join(self._run_dir, METRICS_NAME), "".join(lines).encode())
+        except StorageError as error:  # the disk is full, for example: the program itself can go on
+            print(f"dsjob exec: no more metrics are recorded: {error.message}", file=sys.stderr)  # noqa: T201
+            self._run_dir = ""
 
 
 class _Recorded(engine.DeepSpeedEngine):

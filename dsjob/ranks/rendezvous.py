@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 import os
 from datetime import timedelta
 from typing import Any
@@ -13,6 +14,7 @@ from torch.distributed import HashStore
 from dsjob.errors import LaunchError
 from dsjob.ranks.mesh import end_gloo_at_exit, join_world
 
+_MINUTES = "DEEPSPEED_TIMEOUT"
 # The environment variables of MPI launchers: rank, size, local rank, local size.
 _MPI = (
     ("OMPI_COMM_WORLD_RANK", "OMPI_COMM_WORLD_SIZE", "OMPI_COMM_WORLD_LOCAL_RANK", "OMPI_COMM_WORLD_LOCAL_SIZE"),
@@ -43,7 +45,7 @@ def init_distributed(
     if dist.is_initialized() or dist_init_required is False:
         return
     end_gloo_at_exit()
-    timeout = timeout or timedelta(minutes=float(os.environ.get("DEEPSPEED_TIMEOUT", "30")))
+    timeout = timeout or timedelta(seconds=read_timeout())
     backend = dist_backend or ("nccl" if torch.cuda.is_available() else "gloo")
     if init_method is not None:
         try:
@@ -57,6 +59,17 @@ def init_distributed(
     join_world(backend=dist_backend or "auto", timeout=timeout.total_seconds())
     if not dist.is_initialized():
         dist.init_process_group(backend, store=HashStore(), rank=0, world_size=1, timeout=timeout)
+
+
+def read_timeout() -> float:
+    """The seconds that a collective may take: DEEPSPEED_TIMEOUT in minutes, or 30 minutes. Raises LaunchError."""
+    given = os.environ.get(_MINUTES, "30")
+    try:
+        if 0 < 60 * float(given) < math.inf:
+            return 60 * float(given)
+    except ValueError:
+        pass
+    raise LaunchError(f"{_MINUTES}={given} is not a number of minutes", hint="set it to 30, for example, or unset it")
 
 
 def discover_mpi() -> None:

@@ -210,6 +210,26 @@ def test_exit_codes_pass_through(folder: Path) -> None:
     assert "last words" in done.stderr
 
 
+LOSE = """
+import shutil, torch, deepspeed
+config = {"train_micro_batch_size_per_gpu": 2, "optimizer": {"type": "SGD"}, "steps_per_print": 2}
+engine, *_ = deepspeed.initialize(model=torch.nn.Linear(4, 1), config=config)
+for step in range(5):
+    engine.backward(engine(torch.ones(2, 4)).square().mean())
+    engine.step()
+    shutil.rmtree("run", ignore_errors=True)
+print(engine.global_steps)
+"""
+
+
+def test_a_program_goes_on_if_nothing_can_be_recorded(tmp_path: Path) -> None:
+    (tmp_path / "lose.py").write_text(LOSE)
+    done = execute(tmp_path, "--no_local_rank", "lose.py")
+    assert (done.returncode, done.stdout) == (0, "5\n"), done.stderr
+    assert done.stderr.count("dsjob exec: no more metrics are recorded: cannot write ") == 1
+    assert "dsjob exec: cannot write run/result.json: no such file or folder" in done.stderr
+
+
 @pytest.mark.parametrize("words", [["leave.py"], ["--no_python", "--no_local_rank", "sh", "-c", "exit 75"]])
 def test_the_exit_code_of_a_saved_program_passes_through_too(tmp_path: Path, words: list[str]) -> None:
     (tmp_path / "leave.py").write_text("import os, sys; sys.exit(75 if os.environ['RANK'] == '1' else 0)")

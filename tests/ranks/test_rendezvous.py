@@ -10,7 +10,7 @@ import pytest
 from programs import Program
 
 from dsjob.errors import LaunchError
-from dsjob.ranks.rendezvous import discover_mpi
+from dsjob.ranks.rendezvous import discover_mpi, read_timeout
 
 PROGRAM = """
 import torch, dsjob, torch.distributed as dist
@@ -60,3 +60,16 @@ def test_ranks_on_several_machines_need_an_address(monkeypatch: pytest.MonkeyPat
     monkeypatch.delenv("MASTER_ADDR", raising=False)
     with pytest.raises(LaunchError, match="MPI has started 16 ranks, 8 of them here, but MASTER_ADDR is not set"):
         discover_mpi()
+
+
+def test_the_timeout_is_in_minutes(monkeypatch: pytest.MonkeyPatch) -> None:
+    assert read_timeout() == 1800
+    monkeypatch.setenv("DEEPSPEED_TIMEOUT", "0.5")
+    assert read_timeout() == 30
+
+
+@pytest.mark.parametrize("given", ["long", "", "0", "-1", "inf", "nan"])
+def test_a_timeout_that_is_no_number_of_minutes_is_refused(monkeypatch: pytest.MonkeyPatch, given: str) -> None:
+    monkeypatch.setenv("DEEPSPEED_TIMEOUT", given)
+    with pytest.raises(LaunchError, match=f"DEEPSPEED_TIMEOUT={given} is not a number of minutes"):
+        read_timeout()
