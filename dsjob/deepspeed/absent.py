@@ -21,6 +21,7 @@ from typing import Any, NoReturn
 from dsjob.errors import UsageError
 
 _HERE = __package__
+_ALIAS = "deepspeed"  # under `dsjob exec`
 _OURS = os.path.join(os.path.dirname(os.path.dirname(os.path.abspath(__file__))), "")
 _INFERENCE = "dsjob trains; engine.module.generate() works, and `dsjob convert --to hf` writes a folder for a server"
 _DIVIDED = "initialize divides a model's layers, as tensor_parallel in the config says"
@@ -143,10 +144,21 @@ class _Explaining(MetaPathFinder):
     """The last finder on sys.meta_path: called if there is no module with that name."""
 
     def find_spec(self, fullname: str, path: Sequence[str] | None, target: ModuleType | None = None) -> None:
-        if fullname.startswith(f"{_HERE}."):
+        homes = [name for name in (_HERE, _ALIAS) if sys.modules.get(name) is sys.modules[str(_HERE)]]
+        below = next((fullname[len(name) + 1 :] for name in homes if fullname.startswith(f"{name}.")), "")
+        if below and not _is_asked():
             # Do not set the exception's `name`: for `from ... import name`, Python would replace the message by its
             # own.
-            raise AbsentModuleError(explain(fullname[len(_HERE) + 1 :], imports=not _is_from_import()))
+            raise AbsentModuleError(explain(below, imports=not _is_from_import()))
+
+
+def _is_asked() -> bool:
+    """Whether a finder is called by `importlib.util.find_spec`, which returns None for what is not there."""
+    frame: FrameType | None = inspect.currentframe()
+    while frame is not None and frame.f_code.co_name != "_find_spec":
+        frame = frame.f_back
+    caller = frame and frame.f_back
+    return caller is not None and caller.f_code.co_filename == "<frozen importlib.util>"
 
 
 def _is_from_import() -> bool:

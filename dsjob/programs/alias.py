@@ -29,7 +29,8 @@ class _Aliases(MetaPathFinder):
     ) -> ModuleSpec | None:
         if not fullname.startswith(f"{_ALIAS}."):
             return None
-        found = find_spec(_TARGET + fullname.removeprefix(_ALIAS))  # explains a name that dsjob does not have
+        # None for a module that dsjob does not have, which the finder of `dsjob.deepspeed.absent` then explains.
+        found = find_spec(_TARGET + fullname.removeprefix(_ALIAS))
         return found and ModuleSpec(
             fullname, _AliasLoader(found.name), is_package=found.submodule_search_locations is not None
         )

@@ -69,6 +69,12 @@ def test_programs_may_look_before_they_ask() -> None:
         raise AssertionError
 
 
+def test_programs_may_ask_for_a_module_without_importing_it() -> None:
+    assert importlib.util.find_spec("dsjob.deepspeed.sequence") is None
+    assert importlib.util.find_spec("dsjob.deepspeed.comm.torch") is None
+    assert importlib.util.find_spec("dsjob.deepspeed.utils.groups") is not None
+
+
 def test_modules_are_attributes_without_an_import_of_their_own(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.delattr(deepspeed.utils, "zero_to_fp32", raising=False)  # as if nothing had imported it
     monkeypatch.delitem(sys.modules, "dsjob.deepspeed.utils.zero_to_fp32", raising=False)
