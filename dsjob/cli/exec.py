@@ -117,7 +117,7 @@ def _make_parser() -> argparse.ArgumentParser:
         "exec",
         "Run an existing DeepSpeed program, unmodified, on dsjob's engine: in this program and the processes that it"
         " starts, `import deepspeed` gives dsjob's. Flags before the program are the launcher's, all others are the"
-        " program's. Under torchrun, accelerate launch or srun, no ranks are started.",
+        " program's. Under torchrun, accelerate launch, srun or mpirun, no ranks are started.",
         (
             "dsjob exec train.py --deepspeed ds_config.json",
             "dsjob exec --num_gpus 2 train.py --deepspeed ds_config.json",

@@ -20,6 +20,7 @@ from dsjob.errors import DsjobError, Interrupted, LaunchError, Preempted, UsageE
 from dsjob.launch import devices, rank
 from dsjob.launch.supervisor import Supervisor
 from dsjob.launch.surroundings import list_variables, make_logs, private_folder, touching_save_request
+from dsjob.ranks.mpi import count_ranks, discover_mpi
 from dsjob.ranks.signals import handling
 from dsjob.run_folder import (
     METRICS_NAME,
@@ -35,7 +36,7 @@ from dsjob.trust.grant import Trust
 
 
 def read_world_size() -> int | None:
-    """The number of ranks if another launcher (torchrun, srun) has started this process; otherwise None."""
+    """The number of ranks if another launcher (torchrun, srun, mpirun) has started this process; otherwise None."""
     if "RANK" in os.environ and "WORLD_SIZE" in os.environ:
         return _read_number("WORLD_SIZE")
     if (
@@ -44,6 +45,10 @@ def read_world_size() -> int | None:
         and "SLURM_STEP_ID" in os.environ
     ):
         _adopt_slurm()
+        return _read_number("WORLD_SIZE")
+    if "RANK" not in os.environ and count_ranks() > 1:
+        discover_mpi()
+        os.environ.setdefault("MASTER_PORT", "29500")
         return _read_number("WORLD_SIZE")
     return None
 

@@ -13,14 +13,9 @@ from torch.distributed import HashStore
 
 from dsjob.errors import LaunchError
 from dsjob.ranks.mesh import end_gloo_at_exit, join_world
+from dsjob.ranks.mpi import discover_mpi
 
 _MINUTES = "DEEPSPEED_TIMEOUT"
-# The environment variables of MPI launchers: rank, size, local rank, local size.
-_MPI = (
-    ("OMPI_COMM_WORLD_RANK", "OMPI_COMM_WORLD_SIZE", "OMPI_COMM_WORLD_LOCAL_RANK", "OMPI_COMM_WORLD_LOCAL_SIZE"),
-    ("MV2_COMM_WORLD_RANK", "MV2_COMM_WORLD_SIZE", "MV2_COMM_WORLD_LOCAL_RANK", "MV2_COMM_WORLD_LOCAL_SIZE"),
-    ("PMI_RANK", "PMI_SIZE", "MPI_LOCALRANKID", "MPI_LOCALNRANKS"),
-)
 
 
 def init_distributed(
@@ -70,24 +65,3 @@ def read_timeout() -> float:
     except ValueError:
         pass
     raise LaunchError(f"{_MINUTES}={given} is not a number of minutes", hint="set it to 30, for example, or unset it")
-
-
-def discover_mpi() -> None:
-    """Sets RANK, WORLD_SIZE and LOCAL_RANK from the variables of an MPI launcher, if there are any.
-
-    If all ranks are on this machine, sets MASTER_ADDR to it. Raises LaunchError if MASTER_ADDR is needed and not set.
-    """
-    names = next((names for names in _MPI if names[0] in os.environ and names[1] in os.environ), None)
-    if names is None:
-        return
-    rank, size, local_rank, local_size = (os.environ.get(name) for name in names)
-    local_rank, local_size = local_rank or rank, local_size or size
-    if "MASTER_ADDR" not in os.environ and size != "1":
-        if local_size != size:
-            raise LaunchError(
-                f"MPI has started {size} ranks, {local_size} of them here, but MASTER_ADDR is not set",
-                hint="add -x MASTER_ADDR=<host of rank 0> to mpirun",
-            )
-        os.environ["MASTER_ADDR"] = "127.0.0.1"
-    os.environ.update(RANK=str(rank), WORLD_SIZE=str(size), LOCAL_RANK=str(local_rank))
-    os.environ.setdefault("LOCAL_WORLD_SIZE", str(local_size))

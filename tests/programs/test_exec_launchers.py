@@ -96,6 +96,20 @@ def test_under_srun_no_ranks_are_started(tmp_path: Path) -> None:
     assert (done.returncode, done.stdout) == (0, "2 4 ['a']\n"), done.stderr
 
 
+def test_under_mpirun_no_ranks_are_started(tmp_path: Path) -> None:
+    (tmp_path / "look.py").write_text(LAUNCHED)
+    mpi = {"OMPI_COMM_WORLD_RANK": "1", "OMPI_COMM_WORLD_SIZE": "2"}
+    local = {"OMPI_COMM_WORLD_LOCAL_RANK": "1", "OMPI_COMM_WORLD_LOCAL_SIZE": "2"}
+    done = dsjob("exec", "look.py", "a", cwd=tmp_path, **mpi, **local)
+    assert (done.returncode, done.stdout) == (0, "1 2 ['a']\n"), done.stderr
+    done = dsjob("exec", "look.py", cwd=tmp_path, **mpi, OMPI_COMM_WORLD_LOCAL_RANK="0", OMPI_COMM_WORLD_LOCAL_SIZE="1")
+    assert done.returncode == 1
+    assert "MPI has started 2 ranks, 1 of them here, but MASTER_ADDR is not set" in done.stderr
+    alone = {"PMI_RANK": "0", "PMI_SIZE": "1"}  # as in a shell that srun has started
+    done = dsjob("exec", "--num_gpus", "2", "look.py", cwd=tmp_path, **alone)
+    assert (done.returncode, done.stdout) == (0, "0 2 ['--local_rank=0']\n"), done.stderr
+
+
 @pytest.mark.slow
 def test_under_accelerate_launch_no_ranks_are_started(tmp_path: Path) -> None:
     pytest.importorskip("accelerate")

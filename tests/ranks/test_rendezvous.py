@@ -10,7 +10,8 @@ import pytest
 from programs import Program
 
 from dsjob.errors import LaunchError
-from dsjob.ranks.rendezvous import discover_mpi, read_timeout
+from dsjob.ranks.mpi import discover_mpi
+from dsjob.ranks.rendezvous import read_timeout
 
 PROGRAM = """
 import torch, dsjob, torch.distributed as dist
