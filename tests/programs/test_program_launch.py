@@ -3,15 +3,10 @@
 from __future__ import annotations
 
 import socket
-import subprocess
 from pathlib import Path
 
 import pytest
-from jobs import dsjob
-
-
-def execute(folder: Path, *words: str, **env: str) -> subprocess.CompletedProcess[str]:
-    return dsjob("exec", "--run-dir", "run", *words, cwd=folder, **env)
+from executed import execute
 
 
 @pytest.mark.parametrize("given", ["taken", "99999"])
