@@ -36,10 +36,10 @@ from dsjob.optim.onebit.own_gradients import require_data_parallel
 from dsjob.optim.parts import updates_elements, updates_parts
 from dsjob.optim.schedules import settle_length
 from dsjob.parallel import Strategy, build_strategy
+from dsjob.parallel.again import name_parameters, refuse_parts
 from dsjob.parallel.buffers import cast_buffers
 from dsjob.parallel.pipeline.module import PipelineModule
 from dsjob.parallel.pipeline.passes import StagePasses
-from dsjob.parallel.sharded import refuse_sharded
 from dsjob.parallel.tensor.divide import divide_model
 from dsjob.ranks.divide import divide_axes
 from dsjob.ranks.mesh import World, join_world, leave_world
@@ -242,9 +242,9 @@ def build_engine(
     # The order matters: sharding replaces parameters, so everything that refers to the original ones is stored by name
     # first. The optimizer is built over the masters, which exist only after sharding.
     precision = Precision.of(spec, world.device)
-    names = {id(parameter): name for name, parameter in model.named_parameters()}
+    refuse_parts(model, world)
+    names = name_parameters(model)
     # By name: after sharding, the ids of these parameters mean nothing.
-    refuse_sharded(model)  # else parameters from before would be called strangers
     groups = _name_groups(model_parameters, names)
     checkpointing.use_ranks(world)
     _mark_leaves(model, spec, world)

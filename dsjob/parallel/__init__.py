@@ -4,6 +4,7 @@ from torch import nn
 
 from dsjob.compute.precision import Precision
 from dsjob.contract.spec import Aio, Zero
+from dsjob.parallel.again import note_parameters, remember, take_over
 from dsjob.parallel.held_sums import HeldSums
 from dsjob.parallel.masters import open_disk
 from dsjob.parallel.pipeline.passes import StagePasses
@@ -30,9 +31,13 @@ def build_strategy(
 
     pipeline: runs the passes, if `model` is only a stage of one. divided: of `model`, by tensor parallelism.
 
-    Raises UsageError if the number of ranks does not divide into the groups of MiCS or hpZ,
+    Raises UsageError if the number of ranks does not divide into the groups of MiCS or hpZ, or if an earlier engine has
+    sharded the model in another way,
     StorageError if the folder for state on a disk cannot be used.
     """
+    earlier = take_over(model, zero, precision)
+    if earlier is not None:
+        return earlier
     # A model without anything to train, such as one that is evaluated, must not need the disk of the optimizer.
     disk = open_disk(zero, aio, trains=any(parameter.requires_grad for parameter in model.parameters()))
     strategy: Strategy
@@ -42,7 +47,9 @@ def build_strategy(
         if zero.stage == 3:
             announce_whole(model)
     else:
+        originals = note_parameters(model)
         strategy = Sharded(model, zero=zero, world=world, precision=precision, disk=disk)
+        remember(strategy, zero, precision, originals)
     held = precision.held(zero.stage)
     if held is not None and not (isinstance(strategy, Replicated) and held == precision.compute):
         strategy.held = HeldSums(held)

@@ -88,7 +88,9 @@ _known: WeakKeyDictionary[Owner, dict[int, tuple[str, Tensor]]] = WeakKeyDiction
 
 
 def register(owner: Owner) -> None:
-    """Registers the parameters of an engine, for as long as it exists."""
+    """Registers the parameters of an engine, for as long as it exists, or until a new one takes its model over."""
+    for earlier in [each for each in _known if each.strategy is owner.strategy]:
+        forget(earlier)
     _known[owner], _met[owner] = {}, (Meetings(owner.strategy.world), -1)
 
 

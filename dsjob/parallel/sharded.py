@@ -71,7 +71,6 @@ class Sharded(Strategy):
     _on_disk: ShardsOnDisk | None = None
 
     def __init__(self, model: nn.Module, *, zero: Zero, world: World, precision: Precision, disk: Disk) -> None:
-        refuse_sharded(model)
         _refuse_groups(zero, world)
         if zero.mics_shard_size > 0:
             # Each group of `mics_shard_size` ranks holds one whole copy of the state.
@@ -267,6 +266,21 @@ class Sharded(Strategy):
             if name is not None and gathered is not None:
                 yield name, gathered
 
+    def begin_again(self) -> None:
+        """Gets ready for a new engine. Raises UsageError if other parameters are trained now, and these or their
+        masters are not sharded."""
+        self._follow_freezing()
+        trained = {name for name, parameter in self.module.named_parameters() if parameter.requires_grad}
+        if trained != self.masters.keys():
+            if self.copies is not None or self._unsharded.masters:
+                raise UsageError(
+                    "the model is already sharded by an earlier engine, which trained other parameters",
+                    hint="freeze or thaw before the first initialize, or create a new model",
+                )
+            self.masters = {name: self._all[name] for name in self._all if name in trained}
+        self.drop_gradients()
+        self.guard, self.averages, self._flags = None, {}, None
+
     def free_gathered(self) -> None:
         self._follow_freezing()
         for unit in self._units:
@@ -277,12 +291,13 @@ class Sharded(Strategy):
     def keep_gathered(self) -> None:
         if self._stage == 3:
             return
+        if not self._keeps_gathered:
+            begin_calls(cast(FSDPModule, self.module))
+            for unit in self._units:
+                keep_gathered_in_state_dict(unit)
+                for owner in list_owners(unit):
+                    owner.register_state_dict_pre_hook(lambda *_: self._free_unless_whole())  # type: ignore[no-untyped-call]
         self._keeps_gathered = True
-        begin_calls(cast(FSDPModule, self.module))
-        for unit in self._units:
-            keep_gathered_in_state_dict(unit)
-            for owner in list_owners(unit):
-                owner.register_state_dict_pre_hook(lambda *_: self._free_unless_whole())  # type: ignore[no-untyped-call]
         self._gather()
 
     def _gather(self) -> None:
@@ -318,15 +333,6 @@ def _drop_own_gradient(parameter: Any) -> None:
     gathered = find_gathered(parameter)
     if gathered is not None:
         gathered.grad = None
-
-
-def refuse_sharded(model: nn.Module) -> None:
-    """Raises UsageError for a model that an engine has sharded."""
-    if any(isinstance(module, FSDPModule) for module in model.modules()):
-        raise UsageError(
-            "the model, or a part of it, is already sharded by another engine",
-            hint="create a new model for each engine; models that share parts must use the same engine",
-        )
 
 
 def _refuse_groups(zero: Zero, world: World) -> None:

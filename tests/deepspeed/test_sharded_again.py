@@ -1,4 +1,4 @@
-"""A model that stage 3 has sharded: a second `initialize` is refused, and peft merges its adapters."""
+"""A model that stage 3 has sharded: a second `initialize` trains it on, and peft merges its adapters."""
 
 from __future__ import annotations
 
@@ -29,16 +29,15 @@ engine = deepspeed.initialize(model=net, model_parameters=trained, config=config
 for _ in range(2):
     engine.backward(engine(torch.randn(2, 8)).square().sum())
     engine.step()
-try:
-    deepspeed.initialize(model=net, model_parameters=trained, config=config)
-except Exception as error:
-    refused = f"{type(error).__name__}: {error}"
+engine = deepspeed.initialize(model=net, model_parameters=trained, config=config)[0]
+engine.backward(engine(torch.randn(2, 8)).square().sum())
+engine.step()
 a, b = (whole(getattr(base[0], name)["default"].weight) for name in ("lora_A", "lora_B"))
 merged = net.merge_and_unload()
 with deepspeed.zero.GatheredParameters(list(merged.parameters())):
     found = merged[0].weight.detach().clone()
 if deepspeed.comm.get_rank() == 0:
-    print(refused)
+    print("steps:", engine.global_steps)
     print("moved:", bool((b @ a).abs().max() > 0.01), "merged:", torch.allclose(found, start + 2 * b @ a, atol=1e-6))
 torch.distributed.barrier()
 sys.stdout.flush()
@@ -47,12 +46,11 @@ os._exit(0)  # see dsjob.launch.rank.end_rank
 
 
 @pytest.mark.slow
-def test_a_sharded_model_is_not_sharded_again_and_adapters_merge(tmp_path: Path) -> None:
+def test_a_sharded_model_gets_a_second_engine_and_adapters_merge(tmp_path: Path) -> None:
     pytest.importorskip("peft")
     (tmp_path / "program.py").write_text(PROGRAM)
     start = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node=2"]
     result = run_program([*start, "program.py"], cwd=tmp_path)
     assert result.returncode == 0, result.stderr[-3000:]
-    assert "UsageError: the model, or a part of it, is already sharded by another engine" in result.stdout
-    assert "create a new model for each engine" in result.stdout
+    assert "steps: 1" in result.stdout
     assert "moved: True merged: True" in result.stdout
