@@ -14,7 +14,7 @@ from collections.abc import Sequence
 
 from dsjob import provenance, storage
 from dsjob.contract.secrets import is_secret, redact
-from dsjob.errors import Preempted, StorageError
+from dsjob.errors import DsjobError, Preempted, StorageError, UsageError
 from dsjob.run_folder import PROGRAM_NAME, make_run_dir, write_result
 
 _PATTERN = "outputs/%name/%time"  # the default of `output.dir`
@@ -23,7 +23,10 @@ _PATTERN = "outputs/%name/%time"  # the default of `output.dir`
 def create(program: str, run_dir: str | None) -> str:
     """Creates the run folder: `run_dir`, or `outputs/NAME/TIME` for the program NAME. Returns its path."""
     name = os.path.basename(os.path.abspath(program)).removesuffix(".py") or "program"  # `.` is a program, too
-    return make_run_dir(run_dir or _PATTERN, name)
+    try:
+        return make_run_dir(run_dir or _PATTERN, name)
+    except DsjobError as error:
+        raise UsageError(error.message, hint="choose another folder with --run-dir") from error
 
 
 def describe(run_dir: str, words: Sequence[str], engine: str, ranks: int) -> None:

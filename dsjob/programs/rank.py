@@ -99,7 +99,7 @@ def _become(command: str, arguments: Sequence[str], folder: str) -> int:
     if folder:
         record_failure(folder, failure)
     else:
-        print(f"dsjob: error: {failure.message}\n  {failure.hint}".rstrip(), file=sys.stderr)  # noqa: T201
+        _say("dsjob: error: ", failure)
     return failure.exit_code
 
 
@@ -169,17 +169,16 @@ def _report(error: BaseException, watch: guard.Guard, debug: bool) -> Failure:
     failure = watch.blame(error, failure)
     if failure.exit_code in SAVED_CODES:  # a signal, on all ranks: no error
         if not (watch.folder or number):
-            print(f"dsjob: {failure.message}\n  {failure.hint}", file=sys.stderr)  # noqa: T201
+            _say("dsjob: ", failure)
     elif isinstance(error, DsjobError) and not (watch.folder or failure.follows):
         from dsjob.ranks.telling import is_told, tell_others
 
         if not is_told(failure.message):
             start = "" if isinstance(error, ConfigError) else f"dsjob: error: rank {number}: "
-            print(f"{start}{failure.message}\n  {failure.hint}", file=sys.stderr, flush=True)  # noqa: T201
+            _say(start, failure)
             tell_others(failure.message)
     elif not watch.folder or number:  # the output of rank 0 is the launcher's, which will print it
-        named = failure.message if failure.follows else f"rank {number}: {failure.message}"
-        print(f"dsjob: error: {named}\n  {failure.hint}", file=sys.stderr)  # noqa: T201
+        _say("dsjob: error: " if failure.follows else f"dsjob: error: rank {number}: ", failure)
     if watch.folder:
         record_failure(watch.folder, failure)
     # Threads, workers or exit handlers of a program that has failed may wait for other ranks.
@@ -190,10 +189,12 @@ def _report(error: BaseException, watch: guard.Guard, debug: bool) -> Failure:
 def _report_fork(error: BaseException, debug: bool) -> int:
     """Prints the error of a process that the program has forked. Returns its exit code. The rank itself goes on."""
     failure = describe(int(os.environ.get("RANK", "0")), error, debug=debug)
-    print(  # noqa: T201
-        f"dsjob: error: a process forked by rank {failure.rank}: {failure.message}\n  {failure.hint}", file=sys.stderr
-    )
+    _say(f"dsjob: error: a process forked by rank {failure.rank}: ", failure)
     return failure.exit_code
+
+
+def _say(start: str, failure: Failure) -> None:
+    print(f"{start}{failure.message}\n  {failure.hint}".rstrip(), file=sys.stderr, flush=True)  # noqa: T201
 
 
 def _end_late(code: int) -> None:

@@ -203,6 +203,11 @@ def test_lenient_leaves_unknown_keys_out_with_a_warning(tmp_path: Path) -> None:
         assert done.stderr.count(f"dsjob: train.py:2: warning[unknown-key]: {key}: unknown key, left out") == 1
 
 
+def test_a_run_folder_that_cannot_be_made_is_an_error_that_names_the_flag(folder: Path) -> None:
+    done = dsjob("exec", "--run-dir", "train.py/run", "train.py", cwd=folder)
+    assert (done.returncode, "choose another folder with --run-dir" in done.stderr) == (2, True), done.stderr
+
+
 def test_exit_codes_pass_through(folder: Path) -> None:
     done = execute(folder, "--num_gpus", "2", "train.py", "--at", "1", "--do", "exit")
     assert done.returncode == 7
