@@ -21,6 +21,7 @@ RECORD_PREFIX = "nccl-rank-"  # NCCL's record of its collectives, in the folder 
 # With this signal, the launcher requests stacks. SIGUSR1 and SIGUSR2 are left to schedulers and programs.
 STACK_SIGNAL: int = signal.SIGRTMIN + 3 if hasattr(signal, "SIGRTMIN") else signal.SIGUSR2
 
+_STARTING = re.compile(r"<frozen runpy>:|.*/dsjob/programs/rank\.py:")
 _FRAME = re.compile(r'^\s*File "(.+)", line (\d+) in (.+)$', re.MULTILINE)
 _BEAT = re.compile(r"beat-(\d+)\.json")
 _SECTION = re.compile(r"^(?:Current thread|Thread) 0x", re.MULTILINE)
@@ -152,7 +153,10 @@ def describe_places(stacks: Mapping[int, Sequence[str]]) -> str:
 
 
 def show_stack(rank: int, frames: Sequence[str]) -> str:
-    """A stack as lines, innermost first."""
+    """A stack as lines, innermost first, without the frames that start every program."""
+    frames = list(frames)
+    while frames and _STARTING.match(frames[-1]):
+        frames.pop()
     lines = [f"    {frame}" for frame in frames[:_DEEPEST]] + (["    ..."] if len(frames) > _DEEPEST else [])
     return "\n".join([f"stack of rank {rank}, innermost first:", *lines]) if frames else ""
 

@@ -269,6 +269,7 @@ def test_a_rank_that_hangs_is_named_with_its_place(folder: Path) -> None:
     assert done.returncode == 1
     assert "rank 0 has stalled in step 2 (training), at " in done.stderr
     assert f"{folder}/train.py:28 in fail" in done.stderr
+    assert "runpy" not in done.stderr
 
 
 STOP = """
