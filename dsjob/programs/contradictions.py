@@ -45,6 +45,8 @@ _FILLED = {
     "scheduler.params.warmup_num_steps": ("warmup_steps", "warmup_ratio"),
 }
 
+_CALCULATED = ("reduce_bucket_size", "stage3_prefetch_bucket_size", "stage3_param_persistence_threshold")
+
 
 def explain(lines: list[str], args: Any, told: Told) -> list[Problem]:
     """The contradictions that transformers found, as problems at their places in the config. lines: its own words."""
@@ -163,6 +165,13 @@ def fill_in_batch(config: dict[str, Any]) -> None:
     config.setdefault("gradient_accumulation_steps", "auto")
 
 
+def fill_in_sizes(config: dict[str, Any], model: Any) -> None:
+    """Makes transformers calculate sizes that are 0 from the model's hidden size: that was its word for "auto"."""
+    zero = config.get("zero_optimization")
+    if isinstance(zero, dict) and hasattr(getattr(model, "config", None), "hidden_size"):
+        zero.update({key: "auto" for key in _CALCULATED if zero.get(key) == 0})
+
+
 def install() -> None:
     """Replaces transformers' error. Called when transformers.integrations.deepspeed has been imported."""
     process: Callable[..., None] = HfTrainerDeepSpeedConfig.trainer_config_process
@@ -175,6 +184,8 @@ def install() -> None:
 
     def finalize_and_explain(self: Any, args: Any, model: Any, num_training_steps: Any) -> None:
         told = tell_origin(self)
+        if told is not None:
+            fill_in_sizes(self.config, model)
         try:
             finalize(self, args, model, num_training_steps)
         except ValueError:

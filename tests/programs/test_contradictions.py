@@ -152,6 +152,26 @@ def test_batch_sizes_that_the_config_lacks_are_those_of_the_arguments(
     assert (done.returncode, done.stdout) == (0, f"{sizes}\n"), done.stderr
 
 
+SIZES = """
+import torch
+from transformers import PretrainedConfig, TrainingArguments
+
+zero = {"stage": 3, "reduce_bucket_size": 0, "stage3_prefetch_bucket_size": 0, "stage3_param_persistence_threshold": 0}
+for name, config in ("sized", PretrainedConfig(hidden_size=10)), ("unsized", None):
+    args = TrainingArguments("out", use_cpu=True, deepspeed={"zero_optimization": zero})
+    model = torch.nn.Linear(1, 1)
+    model.config = config
+    args.hf_deepspeed_config.trainer_config_finalize(args, model, 10)
+    print(name, *list(args.hf_deepspeed_config.config["zero_optimization"].values())[1:])
+"""
+
+
+def test_sizes_of_0_are_calculated_from_the_model_where_that_is_possible(tmp_path: Path) -> None:
+    (tmp_path / "train.py").write_text(SIZES)
+    done = dsjob("exec", "--no_local_rank", "train.py", cwd=tmp_path)
+    assert (done.returncode, done.stdout) == (0, "sized 100 90 100\nunsized 0 0 0\n"), done.stderr
+
+
 FROM_A_FILE = """
 import torch
 from transformers import TrainingArguments
