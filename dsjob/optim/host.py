@@ -63,8 +63,9 @@ def take_step(optimizer: Optimizer, copies: Copies = MappingProxyType({})) -> li
     copies: by parameter, contiguous bf16 or fp16 tensors on the host. Where kernels step a parameter, they also write
     its new weights there, which saves a pass over them. Returns these parameters.
     """
-    if find_kept(optimizer) is not None:
-        step_in_fp32(optimizer, _take)
+    kept = find_kept(optimizer)
+    if kept is not None:
+        step_in_fp32(optimizer, _take, kept)
         return []
     return _take(optimizer, copies)
 

@@ -37,9 +37,8 @@ def find_kept(optimizer: Optimizer | None) -> torch.dtype | None:
 
 
 @torch.no_grad()
-def step_in_fp32(optimizer: Optimizer, step: Callable[[Optimizer], object]) -> None:
-    """Calls `step` over parts of the parameters, as fp32 tensors in their place."""
-    dtype = _kept[optimizer]
+def step_in_fp32(optimizer: Optimizer, step: Callable[[Optimizer], object], dtype: torch.dtype) -> None:
+    """Calls `step` over parts of the parameters, as fp32 tensors in their place. dtype: of the state afterwards."""
     listed = [parameter for group in optimizer.param_groups for parameter in group["params"]]
     low = [p for p in listed if p.grad is not None and p.dtype in (torch.bfloat16, torch.float16)]
     gradients = {parameter: parameter.grad for parameter in low}

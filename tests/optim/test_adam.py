@@ -121,3 +121,25 @@ def test_torchs_own_adam_has_torchs_default_weight_decay_as_in_deepspeed(
     assert optimizer is not None
     assert optimizer.param_groups[0]["weight_decay"] == decay
     assert engine.config["optimizer"]["params"]["weight_decay"] == decay
+
+
+@pytest.mark.parametrize("wide", [True, False])
+def test_a_bf16_parameter_has_the_state_that_is_asked_for(wide: bool) -> None:
+    low = torch.nn.Parameter(torch.linspace(-1, 1, 64).bfloat16())
+    high = torch.nn.Parameter(low.detach().float())
+    ours = DeepSpeedCPUAdam([low], lr=0.01, fp32_optimizer_states=wide)
+    schedule = torch.optim.lr_scheduler.LambdaLR(ours, lambda step: 1.0)  # replaces `step`, too
+    theirs = torch.optim.AdamW([high], lr=0.01, weight_decay=0.0)
+    for seed in range(5):
+        low.grad = torch.randn(64, generator=torch.Generator().manual_seed(seed)).bfloat16()
+        high.grad = low.grad.float()
+        assert ours.step(lambda: 3) == 3
+        schedule.step()
+        theirs.step()
+        high.data = high.data.bfloat16().float()
+        assert {ours.state[low][key].dtype for key in ("exp_avg", "exp_avg_sq")} == {
+            torch.float32 if wide else torch.bfloat16
+        }
+        if wide:
+            assert torch.equal(low.detach().float(), high.detach())
+    assert torch.allclose(low.float(), high, atol=0.02)

@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+from collections.abc import Callable, Iterable
+from functools import wraps
+from types import MethodType
 from typing import Any
 
 import torch
@@ -10,6 +12,9 @@ import torch
 from dsjob.deepspeed.absent import explain_names as _explain_names
 from dsjob.deepspeed.absent import stand_for as _stand_for
 from dsjob.optim.adam import DeepSpeedAdam
+from dsjob.optim.narrow import step_in_fp32
+
+_LOW = (torch.bfloat16, torch.float16)
 
 
 class _Adam(type):
@@ -45,7 +50,10 @@ class FusedAdam(DeepSpeedAdam, metaclass=_Adam):
 
 
 class DeepSpeedCPUAdam(FusedAdam):
-    """The same optimizer, under the name that DeepSpeed uses for state on the host."""
+    """The same optimizer, under the name that DeepSpeed uses for state on the host.
+
+    fp32_optimizer_states: whether the state of bf16 and fp16 parameters is fp32. Their steps compute in fp32.
+    """
 
     def __init__(
         self,
@@ -60,6 +68,26 @@ class DeepSpeedCPUAdam(FusedAdam):
         fp32_optimizer_states: bool = True,
     ) -> None:
         super().__init__(model_params, lr, bias_correction, betas, eps, adamw_mode, weight_decay, amsgrad)
+        low = [p.dtype for group in self.param_groups for p in group["params"] if p.dtype in _LOW]
+        if low:
+            # In this instance alone: kernels step others, whose class has torch's own `step`.
+            wide = _make_wide(torch.float32 if fp32_optimizer_states else low[0])
+            self.step = MethodType(wide, self)  # type: ignore[method-assign]
+
+
+def _make_wide(dtype: torch.dtype) -> Callable[..., Any]:
+    """A `step` that computes in fp32, and keeps the state in `dtype`."""
+
+    @wraps(DeepSpeedCPUAdam.step)
+    def step(self: Any, closure: Callable[[], Any] | None = None) -> Any:
+        loss = None
+        if closure is not None:
+            with torch.enable_grad():
+                loss = closure()
+        step_in_fp32(self, lambda optimizer: type(self).step(optimizer), dtype)
+        return loss
+
+    return step
 
 
 __path__ = _stand_for(__name__, "cpu_adam", "fused_adam")
