@@ -16,22 +16,27 @@ class _Alias(torch.autograd.Function):
     so that they may be changed in place."""
 
     @staticmethod
-    def forward(ctx: Any, *tensors: Tensor) -> tuple[Tensor, ...]:
+    def forward(ctx: Any, enter: Callable[[], None], *tensors: Tensor) -> tuple[Tensor, ...]:
+        ctx.enter = enter
         ctx.set_materialize_grads(False)
         return tuple(tensor.detach() for tensor in tensors)
 
     @staticmethod
     def backward(ctx: Any, *gradients: Tensor | None) -> tuple[Tensor | None, ...]:
-        return gradients
+        ctx.enter()
+        return None, *gradients
 
 
-def alias(value: Any, chosen: Callable[[Tensor], bool]) -> Any:
-    """A nested value whose chosen tensors are safe to change in place. Gradients flow through them."""
+def alias(value: Any, chosen: Callable[[Tensor], bool], enter: Callable[[], None] = lambda: None) -> Any:
+    """A nested value whose chosen tensors are safe to change in place. Gradients flow through them.
+
+    enter: called once in each backward pass through any of them.
+    """
     leaves, form = tree_flatten(value)
     places = [place for place, leaf in enumerate(leaves) if isinstance(leaf, Tensor) and chosen(leaf)]
     if not places:
         return value
-    given: tuple[Tensor, ...] = _Alias.apply(*(leaves[place] for place in places))  # type: ignore[no-untyped-call]
+    given: tuple[Tensor, ...] = _Alias.apply(enter, *(leaves[place] for place in places))  # type: ignore[no-untyped-call]
     for place, tensor in zip(places, given, strict=True):
         leaves[place] = tensor
     return tree_unflatten(leaves, form)

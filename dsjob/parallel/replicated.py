@@ -56,6 +56,7 @@ class Replicated(Strategy):
         self._dtype, self._device = precision.compute, world.device
         self._armed = False  # DDP was told to reduce in a backward pass since gradients were last taken
         self._by_hand = False  # this step may have gradients that DDP does not reduce
+        self._entered = False  # a backward pass of the last forward pass has begun
         low = precision.compute != precision.master  # then masters are separate
         trainable = {name: p for name, p in model.named_parameters() if p.requires_grad}
         offload = zero.offload_optimizer if zero.offload == "optimizer" else None
@@ -104,7 +105,7 @@ class Replicated(Strategy):
             init_sync=False,
         )
         # For parameters without gradient, DDP adds an autograd node, which copies all outputs, logits included, so that
-        # programs may change them in place. `_give_out` returns aliases instead.
+        # programs may change them in place. `_call` returns aliases instead.
         keep_outputs(ddp)
         ddp.broadcast_buffers = False  # `_shared_buffers` does that; as an argument, torch 2.13 warns of it
         _free_group_last(ddp)
@@ -134,6 +135,7 @@ class Replicated(Strategy):
         # must reduce the rest.
         self._by_hand = self._by_hand or self._armed
         self._armed = self._armed or reduces
+        self._entered = False
         self._ddp.require_backward_grad_sync = reduces
 
     def _take_reduced(self, copies: Masters) -> None:
@@ -179,7 +181,12 @@ class Replicated(Strategy):
         # Without gradients DDP has nothing to do, and its autograd node would only cost time.
         if self._ddp is None or not torch.is_grad_enabled():
             return self.module(*args, **kwargs)
-        return _give_out(self._ddp(*args, **kwargs))
+        return alias(self._ddp(*args, **kwargs), lambda tensor: tensor.grad_fn is not None, self._enter_backward)
+
+    def _enter_backward(self) -> None:
+        # DDP reduces in the first of several backward passes through one forward pass, and none of the following ones.
+        self._by_hand = self._by_hand or (self._armed and self._entered)
+        self._entered = True
 
     def drop_gradients(self) -> None:
         super().drop_gradients()
@@ -226,11 +233,6 @@ class _How(NamedTuple):
         """Applies the part of the division that was not done before the sum."""
         rest = self.before / self.ranks
         return summed.mul_(rest) if rest != 1 else summed
-
-
-def _give_out(outputs: Any) -> Any:
-    """Makes the outputs of a model under DDP safe to change in place."""
-    return alias(outputs, lambda tensor: tensor.grad_fn is not None)
 
 
 def _reduce_in(how: _How, bucket: GradBucket) -> Future[Tensor]:

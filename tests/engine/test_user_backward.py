@@ -56,6 +56,22 @@ def two_passes_then_two_backwards(engine: DeepSpeedEngine, parts: list[tuple[Ten
         engine.step()
 
 
+def one_pass_then_two_backwards(engine: DeepSpeedEngine, parts: list[tuple[Tensor, Tensor]]) -> None:
+    for x, y in parts:
+        loss = engine(x, y)
+        engine.backward(loss / 4, retain_graph=True)
+        engine.backward(loss * 3 / 4)
+        engine.step()
+
+
+def one_pass_then_two_by_user(engine: DeepSpeedEngine, parts: list[tuple[Tensor, Tensor]]) -> None:
+    for x, y in parts:
+        loss = engine.scale(engine(x, y))
+        (loss / 4).backward(retain_graph=True)
+        (loss * 3 / 4).backward()
+        engine.step()
+
+
 def without_sync(engine: DeepSpeedEngine, parts: list[tuple[Tensor, Tensor]]) -> None:
     for x, y in parts:
         half = len(x) // 2
@@ -92,6 +108,8 @@ WAYS: dict[str, Way] = {
         by_user,
         two_passes_then_one_backward,
         two_passes_then_two_backwards,
+        one_pass_then_two_backwards,
+        one_pass_then_two_by_user,
         without_sync,
         coalesced,
         boundary_moved_after_forward,
