@@ -32,6 +32,7 @@ _KERNELS = "use torch's own attention and layers (scaled_dot_product_attention, 
 _SEQUENCE = "set sequence_parallel_size in the config: initialize divides the model's sequences"
 _NVTX = "torch.profiler.record_function names a part of a program in traces"
 _DENSE = "gradients are always reduced as dense tensors"
+_COMPRESSION = "compression is not built; convert a checkpoint and quantize its weights"
 _LAUNCHER = "start ranks with `dsjob exec`, torchrun, srun, or launch.nproc in a job document"
 
 # What to use instead, by the name below `deepspeed`. An entry for a package applies to everything in it.
@@ -77,7 +78,9 @@ ALTERNATIVES = {
     "nvme": _NVME,
     "ops.sparse_attention": _KERNELS,
     "sequence": _SEQUENCE,
-    "compression": "compression is not built; convert a checkpoint and quantize its weights",
+    "compression.compress": _COMPRESSION,
+    "compression.init_compression": _COMPRESSION,
+    "compression.redundancy_clean": _COMPRESSION,
     "linear": "use adapters of peft: wrap the model before passing it to initialize",
     "autotuning": "`dsjob plan` predicts what fits, and `dsjob -m ... trainer.micro_batch=4,8` measures speed",
     "profiling.config": "the config's flops_profiler section is checked by initialize",

@@ -9,6 +9,7 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from enum import Enum
+from itertools import count
 from typing import cast
 
 import torch
@@ -32,10 +33,17 @@ class ShardStatus(Enum):
     INFLIGHT = 3
 
 
+_numbers = count()
+
+
 def announce(parameter: Tensor, status: ShardStatus = ShardStatus.NOT_AVAILABLE) -> None:
-    """Sets the attributes by which programs written for DeepSpeed see that a parameter must be gathered."""
+    """Sets the attributes by which programs written for DeepSpeed see that a parameter must be gathered.
+
+    Ranks announce the parameters that they share in the same order, so `ds_id` orders them alike on all ranks.
+    """
     shape = parameter.shape
-    marks = {"ds_id": id(parameter), "ds_shape": shape, "ds_numel": shape.numel(), "ds_status": status}
+    number = parameter.ds_id if hasattr(parameter, "ds_id") else next(_numbers)
+    marks = {"ds_id": number, "ds_shape": shape, "ds_numel": shape.numel(), "ds_status": status}
     for name, value in {**marks, "ds_persist": False}.items():  # unlike in DeepSpeed, small ones are sharded too
         setattr(parameter, name, value)
 

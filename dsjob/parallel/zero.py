@@ -47,8 +47,8 @@ class GatheredParameters:
 
     modifier_rank: the rank whose values at the end are kept, on all ranks and in the masters (with an mpu, a
     data-parallel rank). Without it, changes are lost, and a UserWarning says so (but not of changes of `.data`). Every
-    rank must enter and leave the context. Contexts may be nested. None among `params` is skipped. `fwd_module` has no
-    effect, since forward passes gather on their own.
+    rank must enter and leave the context. Contexts may be nested. Among `params`, None and copies of shards, such as
+    those of a state dict, are skipped. `fwd_module` has no effect, since forward passes gather on their own.
     """
 
     def __init__(
@@ -63,7 +63,9 @@ class GatheredParameters:
         elif isinstance(params, Mapping):
             params = params.values()
         listed = [params] if params is None or isinstance(params, Tensor) else list(params)
-        self._params = list({id(p): p for p in listed if p is not None}.values()) if enabled else []
+        # Copies of shards, such as those of a state dict, have no ds_id. A set has another order on each rank.
+        own = {id(p): p for p in listed if p is not None and (hasattr(p, "ds_id") or not isinstance(p, DTensor))}
+        self._params = sorted(own.values(), key=lambda p: getattr(p, "ds_id", -1)) if enabled else []
         self._modifier_rank = modifier_rank
         self.group: dist.ProcessGroup | None = None  # ranks with the same unsharded parameters; None: all
         self._gathered: list[Tensor] = []
@@ -74,10 +76,8 @@ class GatheredParameters:
         meet_to_gather(p for p in self._params if isinstance(p, DTensor) and not isinstance(p, _Gathered))
         for parameter in self._params:
             # On a single rank, whole parameters may have the attributes of shards.
-            if (
-                not isinstance(parameter, DTensor)
-                and getattr(parameter, "ds_status", None) == ShardStatus.NOT_AVAILABLE
-            ):
+            status = getattr(parameter, "ds_status", None)
+            if not isinstance(parameter, DTensor) and status == ShardStatus.NOT_AVAILABLE:
                 announce(parameter, ShardStatus.AVAILABLE)
                 self._announced.append(parameter)
             # An outer context may have gathered it already; then only that one puts it back.

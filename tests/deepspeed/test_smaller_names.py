@@ -15,6 +15,7 @@ from ranks import run_ranks
 from torch import nn
 
 import dsjob.deepspeed as deepspeed
+from dsjob.deepspeed.compression.helper import recursive_getattr, recursive_setattr
 from dsjob.deepspeed.ops.adam import DeepSpeedCPUAdam, FusedAdam
 from dsjob.deepspeed.ops.lion import DeepSpeedCPULion, FusedLion
 from dsjob.deepspeed.runtime.utils import PartitionedTensor, call_to_str, prefix_sum_inc, set_random_seed
@@ -88,3 +89,30 @@ def test_the_config_sets_the_level_of_the_logger() -> None:
             set_log_level_from_string("loud")
     finally:
         logger.setLevel(before)
+
+
+def test_a_part_of_a_model_is_read_and_replaced_by_its_name() -> None:
+    """DeepSpeed-Chat puts its adapters into a model this way."""
+    model = nn.Sequential(nn.Sequential(nn.Linear(2, 3)), nn.ReLU())
+    assert recursive_getattr(model, "0.0") is model[0][0]
+    recursive_setattr(model, "0.0", nn.Linear(2, 5))
+    recursive_setattr(model, "1", nn.Tanh())
+    assert model[0][0].out_features == 5
+    assert isinstance(model[1], nn.Tanh)
+
+
+def test_an_engine_counts_epochs_and_measures_samples_per_second() -> None:
+    """DeepSpeed-Chat calls update_epoch_count after each epoch."""
+    engine, timer = (found := make_deepspeed_engine(0, net=nn.Linear(4, 1))), found.tput_timer
+    assert timer.avg_samples_per_sec() < 0  # nothing counted yet
+    for _ in range(4):
+        engine.backward(engine(torch.ones(2, 4)).mean())
+        engine.step()
+    assert timer.global_step_count == 4
+    assert timer.avg_samples_per_sec() == pytest.approx(2 * engine.train_batch_size() / timer.total_elapsed_time)
+    engine.eval()
+    engine(torch.ones(2, 4))  # evaluation does not start the clock
+    timer.stop(global_step=True)
+    assert (timer.global_step_count, timer.micro_step_count) == (4, 4)
+    timer.update_epoch_count()
+    assert (timer.epoch_count, timer.micro_step_count) == (1, 0)

@@ -265,6 +265,31 @@ def test_gathered_parameters_are_whole_and_edits_of_one_rank_are_everybodys(stag
     assert torch.equal(results[1]["inside"].float(), torch.full(shape, 0.25))
 
 
+def gather_in_other_orders(world: World, built: bool) -> tuple[list[Tensor], int]:
+    """Gathers parameters in an order that differs between ranks, then on rank 0 alone the values of a state dict."""
+    torch.manual_seed(world.data_rank)
+    with Init(enabled=built):
+        model: nn.Module = nn.Sequential(nn.Linear(4, 6), nn.Linear(6, 2))
+    if not built:
+        model = make_engine(3).module
+    parameters = list(model.parameters())
+    values = list(model.state_dict().values())
+    with zero.GatheredParameters(parameters[::-1] if world.data_rank else parameters, modifier_rank=0):
+        wholes = [parameter.detach().clone() for parameter in parameters]
+    if world.data_rank == 0:
+        with zero.GatheredParameters(values):
+            pass
+    return wholes, sum(isinstance(value, DTensor) for value in values)
+
+
+@pytest.mark.parametrize("built", [True, False])
+def test_parameters_may_be_listed_in_any_order_and_values_of_a_state_dict_are_skipped(built: bool) -> None:
+    """transformers 4.57 passes a set of a state dict's values when it loads a model; other versions, of parameters."""
+    (first, sharded), (second, _) = run_ranks(gather_in_other_orders, 2, built)
+    assert sharded == (len(first) if built else 0)  # the state dict of an engine's model is whole
+    assert all(torch.equal(a, b) for a, b in zip(first, second, strict=True))
+
+
 class Borrower(nn.Module):
     """Uses the weight of a block's inner module outside that block."""
 

@@ -18,6 +18,7 @@ from dsjob.deepspeed.runtime.progressive_layer_drop import ProgressiveLayerDrop
 from dsjob.deepspeed.runtime.zero.parameter_offload import DeepSpeedZeRoOffload
 from dsjob.deepspeed.settings import Settings
 from dsjob.deepspeed.utils.logging import set_log_level_from_string
+from dsjob.deepspeed.utils.timer import ThroughputTimer
 from dsjob.engine.batches import load_batches
 from dsjob.engine.blocks import compile_blocks
 from dsjob.engine.engine import Engine
@@ -47,6 +48,7 @@ class DeepSpeedEngine(Settings, Engine, nn.Module):
         Engine.__init__(self, *args, **given)
         self._modules["module"] = self.module
         self.monitor = Monitor(self.config, self.global_rank)
+        self.tput_timer = ThroughputTimer(self.train_batch_size())
         asked = self.wall_clock_breakdown() or self.memory_breakdown() or self.flops_profiler_enabled()
         self._breakdowns = Breakdowns(self) if asked and self.global_rank == 0 else None
         # What libraries read from the wrapper that DeepSpeed puts around an optimizer.
@@ -92,6 +94,8 @@ class DeepSpeedEngine(Settings, Engine, nn.Module):
             self.progressive_layer_drop = ProgressiveLayerDrop(section["theta"], section["gamma"])
 
     def forward(self, *args: Any, **kwargs: Any) -> Any:
+        if self.module.training:
+            self.tput_timer.start()
         if self.progressive_layer_drop is not None and self.module.training:
             kwargs |= self.progressive_layer_drop.get_state()
         return super().forward(*args, **kwargs)
@@ -103,6 +107,7 @@ class DeepSpeedEngine(Settings, Engine, nn.Module):
     def step(self, lr_kwargs: Mapping[str, Any] | None = None) -> None:
         before = self.global_steps
         super().step(lr_kwargs)
+        self.tput_timer.stop(global_step=self.global_steps > before)
         if self.global_steps == before:
             return
         if self.progressive_layer_drop is not None:
@@ -205,10 +210,12 @@ class DeepSpeedEngine(Settings, Engine, nn.Module):
         """Changes the train batch by changing the number of accumulation steps. Raises UsageError unless it is a
         multiple of the micro batch times the data-parallel ranks."""
         self.rhythm.set_train_batch(train_batch_size)
+        self.tput_timer.batch_size = self.train_batch_size()
 
     def set_train_micro_batch_size(self, micro_batch_size: int) -> None:
         """Changes the micro batch. The number of accumulation steps stays, so the train batch changes with it."""
         self.rhythm.micro_batch = micro_batch_size
+        self.tput_timer.batch_size = self.train_batch_size()
 
     def get_mom(self) -> list[Any]:
         """The momentum of each parameter group: `momentum` if the optimizer has it, or else `betas`."""
