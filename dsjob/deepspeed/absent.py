@@ -66,7 +66,7 @@ ALTERNATIVES = {
     "comm.log_summary": "torch.profiler shows collectives and their times",
     "comm.configure": "torch.profiler shows collectives and their times",
     "comm.initialize_mesh_device": "use torch.distributed.device_mesh.init_device_mesh",
-    "utils.timer": "wall_clock_breakdown in the config prints the times of a step's parts",
+    "utils.timer.SynchronizedWallClockTimer": "wall_clock_breakdown in the config prints the times of a step's parts",
     "utils.nvtx": _NVTX,
     "ops.op_builder.UtilsBuilder": "parameters are not flattened; torch._utils has _flatten_dense_tensors",
     "runtime.swap_tensor": _NVME,
