@@ -13,7 +13,6 @@ from torch import Tensor, nn
 from torch.distributed.tensor import DTensor
 
 from dsjob.engine.engine import Engine
-from dsjob.errors import UsageError
 from dsjob.parallel import parameters
 from dsjob.ranks.mesh import World
 
@@ -284,22 +283,6 @@ def test_a_buffer_that_is_replaced_follows_rank_0_too() -> None:
     for stage in range(4):
         assert first[stage] == pytest.approx([0.1, 0.19, 0.271])
         assert second[stage] == pytest.approx([0.2, 0.29, 0.371])
-
-
-def build_twice(world: World) -> str:
-    net = build_net()
-    make_engine(2, net=net)
-    try:
-        make_engine(2, net=net)
-    except UsageError as error:
-        return error.message
-    return ""
-
-
-@pytest.mark.slow
-def test_a_model_of_another_engine_is_refused_where_it_would_be_sharded_again() -> None:
-    for said in run_ranks(build_twice, 2):
-        assert "sharded by another engine" in said
 
 
 class Unused(nn.Module):
