@@ -26,41 +26,14 @@ from dsjob.errors import UsageError
 from dsjob.torch_private import is_compiled as _is_compiled
 
 
-class DeepSpeedEngine(Settings, Engine, nn.Module):
-    """An `Engine` with DeepSpeed's getters, setters and older names. Made by `dsjob.deepspeed.initialize`.
-
-    As in DeepSpeed, it is a module whose only child is the model: names of parameters begin with `module.`, and it can
-    be a part of another module.
-    """
-
-    _reports = True
-    _more_names = ". docs/explanation/deepspeed-tests.md lists what dsjob has of DeepSpeed"
-
-    sparse_tensor_module_names: Collection[str] = ()  # gradients are never reduced as sparse tensors
-    client_lr_scheduler: Any = None  # the argument `lr_scheduler` of `initialize`: a schedule, or a callable
-    mpu: Any = None  # the argument `mpu` of `initialize`
-    progressive_layer_drop: ProgressiveLayerDrop | None = None
-    _compiled = False  # whether `compile` was called
-    training_dataloader: Epochs | None = None  # built from the argument `training_data` of `initialize`
+class _EngineModule(Engine, nn.Module):
+    """An engine that is a module, as in DeepSpeed: its only child is the model, so names of parameters begin with
+    `module.`, and it can be a part of another module."""
 
     def __init__(self, *args: Any, **given: Any) -> None:
         nn.Module.__init__(self)
         Engine.__init__(self, *args, **given)
         self._modules["module"] = self.module
-        self.monitor = Monitor(self.config, self.global_rank)
-        self.tput_timer = ThroughputTimer(self.train_batch_size())
-        asked = self.wall_clock_breakdown() or self.memory_breakdown() or self.flops_profiler_enabled()
-        self._breakdowns = Breakdowns(self) if asked and self.global_rank == 0 else None
-        # What libraries read from the wrapper that DeepSpeed puts around an optimizer.
-        optimizer: Any = self.optimizer
-        if optimizer is not None and self._update.scaler is not None:
-            optimizer.overflow = False
-        if optimizer is not None and isinstance(self.optimizer, Adam):
-            optimizer.adam_w_mode = bool(optimizer.defaults["decoupled_weight_decay"])
-        if optimizer is not None and self.zero_stage == 3:
-            optimizer.parameter_offload = DeepSpeedZeRoOffload()
-        # As DeepSpeed does: programs evaluate and save on rank 0 alone.
-        self.strategy.keep_gathered()
 
     __call__ = nn.Module.__call__  # with the hooks that a program registers on the engine
 
@@ -83,6 +56,37 @@ class DeepSpeedEngine(Settings, Engine, nn.Module):
 
     def eval(self) -> Self:
         return self.train(False)
+
+
+class DeepSpeedEngine(Settings, _EngineModule):
+    """An `Engine` with DeepSpeed's getters, setters and older names. Made by `dsjob.deepspeed.initialize`."""
+
+    _reports = True
+    _more_names = ". docs/explanation/deepspeed-tests.md lists what dsjob has of DeepSpeed"
+
+    sparse_tensor_module_names: Collection[str] = ()  # gradients are never reduced as sparse tensors
+    client_lr_scheduler: Any = None  # the argument `lr_scheduler` of `initialize`: a schedule, or a callable
+    mpu: Any = None  # the argument `mpu` of `initialize`
+    progressive_layer_drop: ProgressiveLayerDrop | None = None
+    _compiled = False  # whether `compile` was called
+    training_dataloader: Epochs | None = None  # built from the argument `training_data` of `initialize`
+
+    def __init__(self, *args: Any, **given: Any) -> None:
+        super().__init__(*args, **given)
+        self.monitor = Monitor(self.config, self.global_rank)
+        self.tput_timer = ThroughputTimer(self.train_batch_size())
+        asked = self.wall_clock_breakdown() or self.memory_breakdown() or self.flops_profiler_enabled()
+        self._breakdowns = Breakdowns(self) if asked and self.global_rank == 0 else None
+        # What libraries read from the wrapper that DeepSpeed puts around an optimizer.
+        optimizer: Any = self.optimizer
+        if optimizer is not None and self._update.scaler is not None:
+            optimizer.overflow = False
+        if optimizer is not None and isinstance(self.optimizer, Adam):
+            optimizer.adam_w_mode = bool(optimizer.defaults["decoupled_weight_decay"])
+        if optimizer is not None and self.zero_stage == 3:
+            optimizer.parameter_offload = DeepSpeedZeRoOffload()
+        # As DeepSpeed does: programs evaluate and save on rank 0 alone.
+        self.strategy.keep_gathered()
 
     def obey(self, own: Mapping[str, Any]) -> None:
         """Obeys the keys of a config that only engines with DeepSpeed's names know (`config.take_own`)."""
