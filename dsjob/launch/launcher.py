@@ -39,16 +39,17 @@ def read_world_size() -> int | None:
     """The number of ranks if another launcher (torchrun, srun, mpirun) has started this process; otherwise None."""
     if "RANK" in os.environ and "WORLD_SIZE" in os.environ:
         return _read_number("WORLD_SIZE")
+    # Before Slurm: mpirun starts its ranks from a Slurm step of its own, whose variables they inherit.
+    if "RANK" not in os.environ and count_ranks() > 1:
+        discover_mpi()
+        os.environ.setdefault("MASTER_PORT", "29500")
+        return _read_number("WORLD_SIZE")
     if (
         int(os.environ.get("SLURM_NTASKS", "1") or 1) > 1
         and "SLURM_PROCID" in os.environ
         and "SLURM_STEP_ID" in os.environ
     ):
         _adopt_slurm()
-        return _read_number("WORLD_SIZE")
-    if "RANK" not in os.environ and count_ranks() > 1:
-        discover_mpi()
-        os.environ.setdefault("MASTER_PORT", "29500")
         return _read_number("WORLD_SIZE")
     return None
 

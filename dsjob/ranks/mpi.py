@@ -22,7 +22,10 @@ def count_ranks() -> int:
 
 
 def _find_names() -> tuple[str, str, str, str] | None:
-    return next((names for names in _MPI if names[0] in os.environ and names[1] in os.environ), None)
+    found = next((names for names in _MPI if names[0] in os.environ and names[1] in os.environ), None)
+    # srun sets PMI's ranks, too (--mpi=pmi2), but only an MPI launcher sets the local ones.
+    by_srun = found == _MPI[-1] and "SLURM_STEP_ID" in os.environ and found[2] not in os.environ
+    return None if by_srun else found
 
 
 def discover_mpi() -> None:

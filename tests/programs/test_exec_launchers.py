@@ -92,16 +92,20 @@ LAUNCHED = "import os, sys; print(os.environ['RANK'], os.environ['WORLD_SIZE'], 
 def test_under_srun_no_ranks_are_started(tmp_path: Path) -> None:
     (tmp_path / "look.py").write_text(LAUNCHED)
     slurm = {"SLURM_NTASKS": "4", "SLURM_PROCID": "2", "SLURM_STEP_ID": "0", "SLURM_JOB_ID": "9", "SLURM_LOCALID": "2"}
-    done = dsjob("exec", "look.py", "a", cwd=tmp_path, **slurm)
-    assert (done.returncode, done.stdout) == (0, "2 4 ['a']\n"), done.stderr
+    for pmi in ({}, {"PMI_RANK": "2", "PMI_SIZE": "4"}):  # with --mpi=pmi2
+        done = dsjob("exec", "look.py", "a", cwd=tmp_path, **slurm, **pmi)
+        assert (done.returncode, done.stdout) == (0, "2 4 ['a']\n"), done.stderr
 
 
 def test_under_mpirun_no_ranks_are_started(tmp_path: Path) -> None:
     (tmp_path / "look.py").write_text(LAUNCHED)
     mpi = {"OMPI_COMM_WORLD_RANK": "1", "OMPI_COMM_WORLD_SIZE": "2"}
     local = {"OMPI_COMM_WORLD_LOCAL_RANK": "1", "OMPI_COMM_WORLD_LOCAL_SIZE": "2"}
-    done = dsjob("exec", "look.py", "a", cwd=tmp_path, **mpi, **local)
-    assert (done.returncode, done.stdout) == (0, "1 2 ['a']\n"), done.stderr
+    # mpirun's own step
+    slurm = {"SLURM_NTASKS": "4", "SLURM_PROCID": "3", "SLURM_STEP_ID": "0", "SLURM_JOB_ID": "9"}
+    for more in ({}, slurm):
+        done = dsjob("exec", "look.py", "a", cwd=tmp_path, **mpi, **local, **more)
+        assert (done.returncode, done.stdout) == (0, "1 2 ['a']\n"), done.stderr
     done = dsjob("exec", "look.py", cwd=tmp_path, **mpi, OMPI_COMM_WORLD_LOCAL_RANK="0", OMPI_COMM_WORLD_LOCAL_SIZE="1")
     assert done.returncode == 1
     assert "MPI has started 2 ranks, 1 of them here, but MASTER_ADDR is not set" in done.stderr
