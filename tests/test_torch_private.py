@@ -42,6 +42,7 @@ OTHERS = {
 }
 # Of named tuples; transformers' own attributes of models and configs.
 NOT_TORCH = {"_asdict", "_fields", "_replace", "_is_fsdp_managed_module", "_tp_plan", "_attn_implementation"}
+NOT_TORCH |= {"_keep_in_fp32_modules", "_keep_in_fp32_modules_strict"}
 
 
 class Names(ast.NodeVisitor):

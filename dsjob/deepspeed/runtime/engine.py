@@ -24,6 +24,7 @@ from dsjob.engine.blocks import compile_blocks
 from dsjob.engine.engine import Engine
 from dsjob.errors import UsageError
 from dsjob.torch_private import is_compiled as _is_compiled
+from dsjob.torch_private import replace_child
 
 
 class _EngineModule(Engine, nn.Module):
@@ -33,7 +34,7 @@ class _EngineModule(Engine, nn.Module):
     def __init__(self, *args: Any, **given: Any) -> None:
         nn.Module.__init__(self)
         Engine.__init__(self, *args, **given)
-        self._modules["module"] = self.module
+        replace_child(self, "module", self.module)
 
     __call__ = nn.Module.__call__  # with the hooks that a program registers on the engine
 
