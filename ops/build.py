@@ -126,7 +126,7 @@ def build(op: Op) -> Path:
         if built is not None:
             return built
         takes = "some minutes" if op.device == "cuda" else "about 10 seconds"
-        sys.stderr.write(f"dsjob: building the native op {op.name}, once on this machine, takes {takes}\n")
+        sys.stderr.write(f"dsjob: building the native op {op.name} (once per machine, {takes})\n")
         sys.stderr.flush()
         return build_into(op, cache, key)
 

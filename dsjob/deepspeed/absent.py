@@ -24,12 +24,13 @@ _HERE = __package__
 _ALIAS = "deepspeed"  # under `dsjob exec`
 _OURS = os.path.join(os.path.dirname(os.path.dirname(os.path.abspath(__file__))), "")
 _INFERENCE = "dsjob trains; engine.module.generate() works, and `dsjob convert --to hf` writes a folder for a server"
-_DIVIDED = "initialize divides a model's layers, as tensor_parallel in the config says"
+_DIVIDED = "set tensor_parallel.autotp_size in the config: initialize divides the model's layers"
 _EXPERTS = "expert parallelism is not built; a model with experts trains under ZeRO like any other"
 _NVME = "the config's offload_optimizer and offload_param sections keep state on a disk: device nvme, with nvme_path"
 _OPTIMIZER = "engine.optimizer is the optimizer itself, without a wrapper; `dsjob plan` predicts the memory of a job"
 _KERNELS = "use torch's own attention and layers (scaled_dot_product_attention, torch.compile: compile.enabled)"
 _SEQUENCE = "set sequence_parallel_size in the config: initialize divides the model's sequences"
+_COLLECTIVES = "torch.profiler shows collectives and their times"
 _NVTX = "torch.profiler.record_function names a part of a program in traces"
 _DENSE = "gradients are always reduced as dense tensors"
 _COMPRESSION = "compression is not built; convert a checkpoint and quantize its weights"
@@ -58,13 +59,13 @@ ALTERNATIVES = {
     "moe.sharded_moe": _EXPERTS,
     "moe.mappings": _EXPERTS,
     "runtime.sequence_parallel": _SEQUENCE,
-    "runtime.tensor_parallel": "set tensor_parallel.autotp_size in the config: initialize divides the model's layers",
+    "runtime.tensor_parallel": _DIVIDED,
     "runtime.sparse_tensor": _DENSE,
     "runtime.compiler": "use torch.compiler; engine.compile() and compile.enabled in the config compile the model",
     "runtime.constants": "write the keys as strings; docs/reference/deepspeed.md lists them",
     "runtime.dataloader.DeepSpeedDataLoader": "engine.deepspeed_io(dataset) returns a loader",
-    "comm.log_summary": "torch.profiler shows collectives and their times",
-    "comm.configure": "torch.profiler shows collectives and their times",
+    "comm.log_summary": _COLLECTIVES,
+    "comm.configure": _COLLECTIVES,
     "comm.initialize_mesh_device": "use torch.distributed.device_mesh.init_device_mesh",
     "utils.timer.SynchronizedWallClockTimer": "wall_clock_breakdown in the config prints the times of a step's parts",
     "utils.nvtx": _NVTX,

@@ -99,9 +99,7 @@ def initialize(
 def require_model(model: object) -> nn.Module:
     """Returns `model`. Raises UsageError if it is not a torch.nn.Module, or is an engine."""
     if isinstance(model, Engine):
-        raise UsageError(
-            "initialize got an engine as its model", hint="pass a new model; engine.module has been spread"
-        )
+        raise UsageError("initialize got an engine as its model", hint="pass engine.module to train that again")
     if not isinstance(model, nn.Module):
         found = "" if model is None else f", not {name_type(model)}"
         raise UsageError(f"initialize needs a model: a torch.nn.Module{found}", hint="pass model=...")

@@ -1,7 +1,7 @@
 """A sharded model that a program gives to a new engine, as after a phase of training: the shards stay where they are.
 
-The new engine takes the strategy of the earlier one, with a new optimizer over the same masters. Undoing FSDP2's work
-would need each whole parameter on each rank, and names that it keeps private.
+The new engine takes the strategy of the earlier one, with a new optimizer over the same masters. Unsharding
+the model would need whole parameters on each rank, and private names of FSDP2.
 """
 
 from __future__ import annotations
@@ -38,7 +38,7 @@ def note_parameters(model: nn.Module) -> Mapping[str, weakref.ref[nn.Parameter]]
 def remember(
     strategy: Sharded, zero: Zero, precision: Precision, originals: Mapping[str, weakref.ref[nn.Parameter]]
 ) -> None:
-    """Notes on the model how it was sharded. originals: `note_parameters` of the model before that."""
+    """Records in the model how it was sharded. originals: `note_parameters` of the model before that."""
     strategy.module.__dict__[_KEY] = _Sharded(strategy, zero, precision, originals)
 
 

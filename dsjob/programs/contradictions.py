@@ -158,8 +158,8 @@ def _is_read_as(text: str, value: Any) -> bool:
 
 
 def fill_in_batch(config: dict[str, Any]) -> None:
-    """Makes transformers fill in the batch size and the accumulation that a config lacks. DeepSpeed refuses the first,
-    and would not know the program's accumulation."""
+    """Makes transformers fill in a missing batch size or number of accumulation steps. DeepSpeed refuses a config
+    without a batch size, and does not accumulate without that number."""
     if not {"train_batch_size", "train_micro_batch_size_per_gpu"} & config.keys():
         config["train_micro_batch_size_per_gpu"] = "auto"
     config.setdefault("gradient_accumulation_steps", "auto")

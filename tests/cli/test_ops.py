@@ -32,7 +32,7 @@ def test_ops_are_listed_and_built(
     assert main(["ops", "build", "cpu_optimizers"]) == 0
     out, err = capsys.readouterr()
     library = out.removeprefix("cpu_optimizers: ").strip()
-    assert err == "dsjob: building the native op cpu_optimizers, once on this machine, takes about 10 seconds\n"
+    assert err == "dsjob: building the native op cpu_optimizers (once per machine, about 10 seconds)\n"
     assert main(["ops", "build", "cpu_optimizers"]) == 0
     assert capsys.readouterr().err == ""
     assert Path(library).is_relative_to(tmp_path)

@@ -171,8 +171,8 @@ def test_a_fused_layer_in_an_unknown_order_is_refused() -> None:
     [
         ({"plan": {"a": "colwise"}, "preset_model": "llama"}, "preset_model", "cannot be combined with"),
         ({"preset_model": "lama"}, "preset_model", "lama"),
-        (["(unclosed"], "patterns", "is no regular expression"),
-        ({"shape": [3, -1], **row()}, "shape", "only has a meaning with partition_type column"),
+        (["(unclosed"], "patterns", "is not a regular expression"),
+        ({"shape": [3, -1], **row()}, "shape", "applies only to partition_type column"),
         ({"shape": [-1, 3]}, "shape", "cannot be divided along partition_dim 0"),
         ({"shape": [3, -1], "gather_output": True}, "gather_output", "cannot be combined with shape"),
     ],

@@ -42,7 +42,7 @@ def _with(document: Document) -> Iterator[Finding]:
 @enter("partition-config")
 def _partition_config(document: Document) -> Iterator[Finding]:
     """partition_config and preset_model take the place of plan, so only one of them can count. Patterns are regular
-    expressions; a shape says how the outputs of a layer are divided, so it has no meaning for rows."""
+    expressions; a shape says how the outputs of a layer are divided, so it does not apply to rows."""
     if not isinstance(read(document, "tensor_parallel.plan", "auto"), str):
         for key in ("partition_config", "preset_model"):
             if read(document, f"tensor_parallel.{key}") is not None:
@@ -53,7 +53,7 @@ def _partition_config(document: Document) -> Iterator[Finding]:
         patterns = spec.get("patterns") if isinstance(spec, dict) else None
         for index, pattern in enumerate(patterns if isinstance(patterns, list) else []):
             if fault := _find_fault(pattern):
-                yield (*here, "patterns", index), f"is no regular expression: {fault}", "escape special characters"
+                yield (*here, "patterns", index), f"is not a regular expression: {fault}", "escape special characters"
         if patterns and spec.get("shape"):
             yield from _check_shape(here, spec)
 
@@ -73,7 +73,7 @@ def _check_shape(here: Path, spec: dict[str, Any]) -> Iterator[Finding]:
         dim == 1 and len(shape) == 3 and _is_size(shape[0]),
     ]
     if spec.get("partition_type", "column") != "column":
-        yield (*here, "shape"), "only has a meaning with partition_type column", "leave it out"
+        yield (*here, "shape"), "applies only to partition_type column", "leave it out"
     elif not any(fits):
         hint = "use [n, -1] or [[a, b, ...], -1] with partition_dim 0, or [n, -1, inputs] with partition_dim 1"
         yield (*here, "shape"), f"{shape} cannot be divided along partition_dim {dim}", hint
