@@ -163,7 +163,6 @@ PATTERNS: tuple[tuple[str, str], ...] = (
     ("another class of error", r"Regex pattern did not match|error\[(range|type)\]: fp16\.|ValidationError"),
     ("another class of error", r"already contains converted weights"),
     ("one loss scaler for every stage", r"gradients overflowed fp16 at the smallest loss scale"),
-    ("a model in two engines", r"sharded by another engine"),
     ("refused here", r"ConfigError: |TargetError: |UsageError: "),
     ("allowed here", r"Empty parameters should be filtered out"),
     ("allowed here", r"Expected RuntimeError: inputs with|in-place modification error"),
