@@ -9,7 +9,7 @@ from typing import Any
 from setuptools import setup
 from torch.utils.cpp_extension import BuildExtension, CppExtension, CUDAExtension
 
-from dsjob.ops.toolchain import CXX_FLAGS, NVCC_FLAGS
+from dsjob.ops.toolchain import CXX_FLAGS, LINK_FLAGS, NVCC_FLAGS
 
 
 def describe_extension(device: str, name: str, sources: list[str]) -> Any:
@@ -19,7 +19,7 @@ def describe_extension(device: str, name: str, sources: list[str]) -> Any:
         name,
         sources,
         extra_compile_args={"cxx": list(CXX_FLAGS), **({"nvcc": list(NVCC_FLAGS)} if device == "cuda" else {})},
-        extra_link_args=["-fopenmp"],
+        extra_link_args=list(LINK_FLAGS),
         py_limited_api=True,  # it does not use Python at all, so one build serves every version
     )
 

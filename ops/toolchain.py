@@ -8,6 +8,7 @@ import re
 import shlex
 import shutil
 import subprocess
+import sys
 from dataclasses import dataclass
 from functools import cache
 
@@ -19,6 +20,9 @@ from dsjob.ops.registry import Op
 # Without contraction, a compiler may not turn a * b + c into an fma: kernels say where they want one.
 CXX_FLAGS = ("-O3", "-g0", "-fopenmp", "-ffp-contract=off", "-fno-math-errno", "-fno-trapping-math")
 NVCC_FLAGS = ("-O3", "--expt-relaxed-constexpr")
+# torch's own C++ library, before any that the compiler adds: a compiler that links libstdc++ statically gives the op a
+# second copy of it, and the two mix when an error's message is formatted, which ends in a segmentation fault.
+LINK_FLAGS = ("-fopenmp", *(("-l:libstdc++.so.6",) if sys.platform == "linux" else ()))
 
 
 @dataclass(frozen=True)
@@ -136,7 +140,13 @@ def own_architectures() -> str:
 
 def describe_use(op: Op) -> list[str]:
     """What a built library needs to be used, wherever it was built."""
-    return [torch.__version__, platform.machine(), *CXX_FLAGS, *(NVCC_FLAGS if op.device == "cuda" else ())]
+    return [
+        torch.__version__,
+        platform.machine(),
+        *CXX_FLAGS,
+        *LINK_FLAGS,
+        *(NVCC_FLAGS if op.device == "cuda" else ()),
+    ]
 
 
 def describe_tools(op: Op) -> list[str]:

@@ -122,6 +122,27 @@ def test_a_compiler_error_is_shown_and_leaves_nothing(tiny: Op, tmp_path: Path) 
     assert "undeclared" in loading.load("tiny")
 
 
+DIGITS = """
+#include <sstream>
+extern "C" int answer() { std::ostringstream text; text << 12345L; return int(text.str().size()); }
+"""
+
+
+@needs_compiler
+def test_a_compiler_that_links_its_library_statically_makes_ops_that_share_torchs(
+    tiny: Op, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """On a machine with such a compiler, the message of an op's error ended in a segmentation fault."""
+    wrapper = tmp_path / "g++"
+    wrapper.write_text(f'#!/bin/sh\nexec {os.environ.get("CXX", "c++")} "$@" -static-libstdc++\n')
+    wrapper.chmod(0o700)
+    monkeypatch.setenv("CXX", str(wrapper))
+    (tmp_path / "csrc" / "tiny" / "tiny.cpp").write_text(DIGITS)
+    library = build.build(tiny)
+    script = f"import ctypes, torch; print(ctypes.CDLL({str(library)!r}).answer())"
+    assert run_program([sys.executable, "-c", script], env=clean_env(), cwd=tmp_path).stdout == "5\n"
+
+
 TRACEBACK = "Traceback (most recent call last):\n  File x\n"
 
 
