@@ -331,20 +331,6 @@ def test_every_module_opens_with_what_it_owns() -> None:
     assert silent == []
 
 
-@pytest.mark.parametrize("name", sorted(MODULES.keys() - {STANDALONE}))
-def test_files_classes_and_functions_are_short_enough_to_read(name: str) -> None:
-    text = MODULES[name].read_text()
-    assert len(text.splitlines()) <= 400
-    nodes = list(ast.walk(ast.parse(text)))
-    assert {name: lines for name, lines in measure(nodes, ast.FunctionDef, ast.AsyncFunctionDef) if lines > 60} == {}
-    assert {name: lines for name, lines in measure(nodes, ast.ClassDef) if lines > 250} == {}
-
-
-def measure(nodes: list[ast.AST], *kinds: type[Defined]) -> Iterator[tuple[str, int]]:
-    """Names and lines of the definitions of these kinds."""
-    return ((node.name, (node.end_lineno or 0) - node.lineno + 1) for node in nodes if isinstance(node, kinds))
-
-
 def test_no_two_test_files_have_the_same_name() -> None:
     """pytest imports them by their names, and cannot collect the second one."""
     names = Counter(path.name for path in (PACKAGE.parent / "tests").rglob("test_*.py"))

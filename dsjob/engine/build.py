@@ -38,6 +38,7 @@ from dsjob.optim.schedules import settle_length
 from dsjob.parallel import Strategy, build_strategy
 from dsjob.parallel.again import name_parameters, refuse_parts
 from dsjob.parallel.buffers import cast_buffers
+from dsjob.parallel.compare_models import require_same_model
 from dsjob.parallel.pipeline.module import PipelineModule
 from dsjob.parallel.pipeline.passes import StagePasses
 from dsjob.parallel.tensor.divide import divide_model
@@ -302,6 +303,7 @@ def _prepare_optimizer(built: Optimizer | None, strategy: Strategy, spec: Engine
 def _spread(
     model: nn.Module, spec: EngineSpec, world: World, precision: Precision, pipeline: StagePasses | None
 ) -> Strategy:
+    require_same_model(model, world)
     divided = divide_model(model, spec.tensor_parallel, world)
     cast_buffers(model, spec.data_types, precision.compute)
     # Before sharding: FSDP2's hooks then lie outside the recomputed and compiled forwards.

@@ -10,17 +10,18 @@ stage  gradients                                        parameters
 
 MiCS uses a mesh with two axes: FSDP2 shards within a group, and all-reduces shards of gradients between groups. hpZ
 uses `reshard_after_forward=n`: masters stay sharded over all ranks, and between forward and backward, a block's compute
-copy stays sharded over n successive ranks. (DeepSpeed keeps that second copy all the time.) Parameters may have no
-gradient, but then on all ranks alike: FSDP2 reduces what a rank has.
+copy stays sharded over n successive ranks. (DeepSpeed keeps that second copy all the time.) Ranks may use different
+parameters (`collective_order`).
 """
 
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Collection, Iterator, Mapping
 from typing import Any, cast
 
 import torch
+import torch.distributed as dist
 from torch import Tensor, nn
 from torch.distributed.fsdp import CPUOffloadPolicy, FSDPModule, OffloadPolicy
 from torch.distributed.tensor import DTensor, Partial
@@ -31,6 +32,7 @@ from dsjob.contract.spec import Zero
 from dsjob.errors import UsageError
 from dsjob.optim.shards import local
 from dsjob.parallel.buffers import SharedBuffers
+from dsjob.parallel.collective_order import CollectiveOrder
 from dsjob.parallel.gloo import exchange_directly
 from dsjob.parallel.masters import Masters, choose_host, use_cores
 from dsjob.parallel.pairs import HOST
@@ -54,7 +56,9 @@ from dsjob.ranks.mesh import World
 from dsjob.torch_private import change_tensors
 from dsjob.torch_private.fsdp import (
     begin_calls,
+    drop_own_gradient,
     find_gathered,
+    find_own_gradient,
     is_gathered,
     is_shown_whole,
     keep_gathered_in_state_dict,
@@ -120,6 +124,9 @@ class Sharded(Strategy):
         known = (parameter for unit in self._units for parameter in list_sharded(unit))
         self._trained = {parameter: bool(parameter.sharded_param.requires_grad) for parameter in known}
         self._all = dict(model.named_parameters())
+        named = {id(parameter): name for name, parameter in self._all.items()}
+        names = {parameter: named[id(parameter.sharded_param)] for parameter in self._trained}
+        self._order = CollectiveOrder(self._units, names, world, orders_gathers=zero.stage < 3)
         _announce(model, calls=zero.stage == 3)
         # Without reducing, FSDP2 accumulates in a unit's reduce dtype. To accumulate in fp32, reduce each micro step
         # into the sharded parameters.
@@ -197,11 +204,27 @@ class Sharded(Strategy):
             for unit in self._units:
                 look_again_at_dtypes(unit)
 
-    @torch.no_grad()
     def reduce_gradients(self) -> None:
-        waiting = [p for unit in self._units for p in list_sharded(unit) if _own_gradient(p) is not None]
-        for parameter in waiting:  # in the same order on every rank
-            gradient = cast(Tensor, _own_gradient(parameter))
+        own = {parameter: find_own_gradient(parameter) for parameter in self._trained}
+        # A program that calls parts of the model itself leaves gradients too.
+        if self._order.has_unreduced or any(gradient is not None for gradient in own.values()):
+            self._reduce_left(own)
+        self._order.agree()
+        self._unsharded.reduce()
+
+    @torch.no_grad()
+    def _reduce_left(self, own: Mapping[Any, Tensor | None]) -> None:
+        """Reduces the gradients that backward passes have left on some rank. own: those of this rank."""
+        # uint8 [parameters]: 1 where any rank has one. All ranks must reduce the same.
+        left = torch.tensor([g is not None for g in own.values()], dtype=torch.uint8, device=self.world.device)
+        dist.all_reduce(left, op=dist.ReduceOp.MAX, group=self.world.data_group)
+        for (parameter, gradient), is_left in zip(own.items(), left.tolist(), strict=True):
+            if not is_left:
+                continue
+            if gradient is None:
+                gradient = torch.zeros_like(cast(Tensor, find_gathered(parameter)))
+            else:
+                self._order.has_gradient(parameter)
             # [whole shape] on each rank. Dividing before the sum keeps fp16 from overflowing in it.
             sent = gradient.to(marked_dtype(parameter.sharded_param) or self._reduce_dtype) / self._mesh.size()
             # Partial: the ranks' tensors are summands. Redistributing to the shards' placement is a reduce-scatter.
@@ -213,8 +236,10 @@ class Sharded(Strategy):
             before = parameter.sharded_param.grad
             parameter.sharded_param.grad = share if before is None else before + share
             # FSDP2 would otherwise reduce the same gradient again in the next backward pass.
-            _drop_own_gradient(parameter)
-        self._unsharded.reduce()
+            drop_own_gradient(parameter)
+
+    def find_unused(self) -> Collection[str]:
+        return self.masters.keys() & self._order.find_unused()
 
     def end_backward(self) -> None:
         # FSDP2 ignores these parameters, so nothing else reduces their gradients.
@@ -224,12 +249,13 @@ class Sharded(Strategy):
         if name in self._unsharded.masters:
             return self._unsharded.own_gradient(name)
         known = (p for unit in self._units for p in list_sharded(unit) if name_of(p) == name)
-        return next(map(_own_gradient, known), None)
+        return next(map(find_own_gradient, known), None)
 
     def finish_step(self) -> None:
         super().finish_step()
         self._unsharded.give_weights()
         self._shared_buffers.end_step()
+        self._order.begin_step()
         # Only a backward pass at the boundary frees gathered parameters. After an evaluation, a call of the module
         # itself, or if the program has moved the boundary, they would be outdated in the next step.
         self.free_gathered()
@@ -244,8 +270,9 @@ class Sharded(Strategy):
         for unit in self._units:
             # Micro steps before the boundary may have left parameters gathered, and sums in a wider dtype beside them.
             for parameter in list_sharded(unit):
-                _drop_own_gradient(parameter)
+                drop_own_gradient(parameter)
             unit.reshard()
+        self._order.begin_step()
         self._unsharded.drop_gradients()
         super().drop_gradients()
 
@@ -285,6 +312,7 @@ class Sharded(Strategy):
         self._follow_freezing()
         for unit in self._units:
             unit.reshard()
+        self._order.forget_gathered()
         if self._on_disk is not None:
             self._on_disk.forget()
 
@@ -318,21 +346,6 @@ def _cast(model: nn.Module, parameters: list[nn.Parameter], dtype: torch.dtype) 
     """Casts sharded parameters, in place. FSDP2 reads their dtype again when the first forward pass begins."""
     chosen = {id(parameter) for parameter in parameters}
     change_tensors(model, lambda tensor: tensor.to(dtype) if id(tensor) in chosen else tensor)
-
-
-def _own_gradient(parameter: Any) -> Tensor | None:
-    """This rank's whole unreduced gradient, accumulated by backward passes without synchronisation."""
-    if parameter.unsharded_accumulated_grad is not None:
-        return cast(Tensor, parameter.unsharded_accumulated_grad)
-    gathered = find_gathered(parameter)
-    return gathered.grad if gathered is not None else None
-
-
-def _drop_own_gradient(parameter: Any) -> None:
-    parameter.unsharded_accumulated_grad = None
-    gathered = find_gathered(parameter)
-    if gathered is not None:
-        gathered.grad = None
 
 
 def _refuse_groups(zero: Zero, world: World) -> None:

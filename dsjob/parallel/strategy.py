@@ -195,6 +195,10 @@ class Strategy:
         """A parameter's unreduced gradient on this rank; None if there is none, or if `.grad` contains it."""
         return None
 
+    def find_unused(self) -> Collection[str]:
+        """Names of masters whose gradients are zero only because no rank has used their parameters in this step."""
+        return ()
+
     def end_micro_step(self) -> None:
         """Called after the backward passes of a micro step before the boundary."""
         if self.held is not None:
@@ -209,6 +213,8 @@ class Strategy:
             self.copies.take_gradients()
         if self.held is not None:
             self.held.give(self.masters)
+        for name in self.find_unused():
+            self.masters[name].grad = None
         if self.pipeline is not None:
             self.pipeline.add_tied_gradients(self.masters)
         add_partial(self.masters, self.partial, self.world.device)

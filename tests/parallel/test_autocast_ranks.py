@@ -69,6 +69,7 @@ def find_rounded(world: World, classes: list[str] | None) -> list[set[str]]:
         engine = make_engine(stage, torch_autocast={"enabled": True, "dtype": "bf16", **safe})
         x, y = make_tokens(world.data_rank, 4)
         engine.backward(engine(x, y))
+        engine.strategy.reduce_gradients()
         engine.strategy.finish_gradients()
         shares = {n: local(m.grad) for n, m in engine.strategy.masters.items() if m.grad is not None}
         found.append({n for n, share in shares.items() if torch.equal(share, share.bfloat16().float())})
