@@ -20,8 +20,9 @@ import torch.distributed as dist
 from torch import Tensor, nn
 from torch.distributed.fsdp import FSDPModule
 
+from dsjob.parallel.gather_check import DIGEST, GatherCheck
 from dsjob.ranks.mesh import World
-from dsjob.torch_private.fsdp import observe_passes
+from dsjob.torch_private.fsdp import UnitPasses, observe_passes
 
 
 class CollectiveOrder:
@@ -45,8 +46,10 @@ class CollectiveOrder:
         self._is_learned = len(self._units) < 2
         # uint8 [parameters]: what ranks agree on if each has used all of them
         self._ones = torch.ones(len(names), dtype=torch.uint8, device=world.device)
+        root = cast(nn.Module, units[0])
+        checks = not orders_gathers and world.data_size > 1
+        self._check = GatherCheck(world, _name_units(root, self._units)) if checks else None
         if orders_gathers:
-            root = cast(nn.Module, units[0])
             root.register_forward_hook(torch.compiler.disable(lambda *_: self._gather_rest()))  # type: ignore[no-untyped-call]
         self.begin_step()
 
@@ -54,7 +57,7 @@ class CollectiveOrder:
         """Called after a step, or when its gradients are dropped."""
         self.has_unreduced = False
         self._used = set[Any]()  # FSDPParams that have had a gradient on this rank
-        self._agreement: tuple[Tensor, dist.Work] | None = None
+        self._agreement: tuple[Tensor, dist.Work, bool] | None = None
         self._expected = [0] * len(self._units)  # backward passes of each unit that are still to come
         self._entered = set[int]()  # units, since the last backward pass that has reduced
         self._begin_pass()
@@ -72,6 +75,8 @@ class CollectiveOrder:
         self._to_gather = deque(reversed(self._order) if self._orders_gathers else ())
 
     def on_gather(self, number: int) -> None:
+        if self._check is not None:
+            self._check.note(number)
         if number in self._to_gather:
             # Those before it first: other ranks may have entered them.
             while self._to_gather[0] != number:
@@ -129,7 +134,8 @@ class CollectiveOrder:
     def _reduce_next(self) -> None:
         number = self._to_reduce.popleft()
         unit = self._units[number]
-        self._used.update(unit.take_part(zeros=self._orders_gathers or number in self._entered))
+        zeros = self._world.data_size > 1 and (self._orders_gathers or number in self._entered)
+        self._used.update(unit.take_part(zeros=zeros))
         unit.end()
 
     # --- what all ranks have used
@@ -143,25 +149,48 @@ class CollectiveOrder:
 
         The host does not wait for the device, except for the order, in the first step.
         """
+        if self._world.data_size == 1:
+            return
         if not self._is_learned:
             self._learn()
         used = [parameter in self._used or not parameter.sharded_param.requires_grad for parameter in self._names]
         flags = self._ones if all(used) else torch.tensor(used, dtype=torch.uint8, device=self._world.device)
+        if self._check is not None:
+            flags = torch.cat([self._check.digest(), flags])
         work = dist.all_reduce(flags, op=dist.ReduceOp.MAX, group=self._world.data_group, async_op=True)
-        self._agreement = flags, cast(dist.Work, work)
+        self._agreement = flags, cast(dist.Work, work), all(used)
 
     def find_unused(self) -> set[str]:
         """The names of trained parameters that no rank has used in this step. If this rank has used all, it does not
-        wait to find out."""
-        assert self._agreement is not None
-        flags, work = self._agreement
+        wait to find out.
+
+        Raises UsageError if ranks have gathered different units.
+        """
+        if self._agreement is None:
+            return set()
+        flags, work, uses_all = self._agreement
         work.wait()
-        if flags is self._ones:
+        if self._check is not None:
+            self._check.compare(flags[:DIGEST])
+            flags = flags[DIGEST:]
+        if uses_all:
             return set()
         return {name for name, used in zip(self._names.values(), flags.tolist(), strict=True) if not used}
+
+    def check(self) -> None:
+        """Waits for the device to say whether ranks have gathered the same units until the last step. Raises UsageError
+        if they have not."""
+        if self._check is not None:
+            self._check.check()
 
     def _learn(self) -> None:
         """Takes over the first rank's order."""
         order = torch.tensor(self._observed, device=self._world.device)
         dist.broadcast(order, group=self._world.data_group, group_src=0)
         self._order, self._is_learned = order.tolist(), True
+
+
+def _name_units(root: nn.Module, units: Sequence[UnitPasses]) -> list[str]:
+    """The names of the units' modules."""
+    names = {module: name or "the root" for name, module in root.named_modules()}
+    return [names[unit.module] for unit in units]

@@ -18,13 +18,17 @@ from torch.distributed.fsdp import FSDPModule
 TAG = 1414  # separates these messages from the program's own
 
 
-def exchange_directly(unit: FSDPModule) -> None:
-    """Makes a unit gather and reduce with the functions of this module."""
-    unit.set_custom_all_gather(_AllGather())  # type: ignore[arg-type]
-    unit.set_custom_reduce_scatter(_ReduceScatter())  # type: ignore[arg-type]
+def exchange_directly(unit: FSDPModule, number: int) -> None:
+    """Makes a unit gather and reduce with the functions of this module. number: of the unit, the same on all ranks."""
+    unit.set_custom_all_gather(_AllGather(number))  # type: ignore[arg-type]
+    unit.set_custom_reduce_scatter(_ReduceScatter(number))  # type: ignore[arg-type]
 
 
 class _Comm:
+    def __init__(self, number: int) -> None:
+        # Ranks that exchange different units must not get each other's values.
+        self._tag = TAG + number
+
     def allocate(self, size: Sequence[int | torch.SymInt], *, dtype: torch.dtype, device: torch.device) -> Tensor:
         return torch.empty(*size, dtype=dtype, device=device)
 
@@ -42,8 +46,8 @@ class _AllGather(_Comm):
             return
         # Each rank starts with its right neighbour: if all began with rank 0, its link would be the bottleneck.
         others = [(rank + distance) % size for distance in range(1, size)]
-        works = [dist.isend(input_tensor, group=group, group_dst=other, tag=TAG) for other in others]
-        works += [dist.irecv(parts[other], group=group, group_src=other, tag=TAG) for other in others]
+        works = [dist.isend(input_tensor, group=group, group_dst=other, tag=self._tag) for other in others]
+        works += [dist.irecv(parts[other], group=group, group_src=other, tag=self._tag) for other in others]
         for work in works:
             _wait(work)
 
@@ -63,8 +67,8 @@ class _ReduceScatter(_Comm):
         for distance in range(1, size):
             to, source = (rank + distance) % size, (rank - distance) % size
             # One distance at a time: each rank sends one message and receives one, so a single buffer is enough.
-            sending = dist.isend(parts[to], group=group, group_dst=to, tag=TAG)
-            _wait(dist.irecv(received, group=group, group_src=source, tag=TAG))
+            sending = dist.isend(parts[to], group=group, group_dst=to, tag=self._tag)
+            _wait(dist.irecv(received, group=group, group_src=source, tag=self._tag))
             _wait(sending)
             output_tensor += received
         if op == dist.ReduceOp.AVG:

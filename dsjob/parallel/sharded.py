@@ -113,8 +113,8 @@ class Sharded(Strategy):
         # Listed once: a walk over all modules takes as long as a step of a small one.
         self._units = [module for module in model.modules() if isinstance(module, FSDPModule)]
         if world.device.type == "cpu":
-            for unit in self._units:
-                exchange_directly(unit)
+            for number, unit in enumerate(self._units):
+                exchange_directly(unit, number)
         if zero.offload != "none":
             use_cores(world.device)
         if zero.parameters_on_disk:
@@ -338,6 +338,7 @@ class Sharded(Strategy):
             self.free_gathered()
 
     def weights(self) -> dict[str, Tensor]:
+        self._order.check()
         # Not from the module: after an evaluation, it may still have gathered parameters. These are always sharded.
         return {name: self.masters.get(name, parameter).data for name, parameter in self._all.items()}
 

@@ -162,6 +162,7 @@ class UnitPasses:
 
     def __init__(self, group: Any, observer: PassObserver, number: int) -> None:
         self._group = group
+        self.module: nn.Module = group.modules[0]
         self.parameters: list[Any] = group.fsdp_params
         self._unshard, self._post_backward = group.unshard, group.post_backward
         register = group._register_post_backward_hook

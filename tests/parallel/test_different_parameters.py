@@ -6,6 +6,7 @@ included. The reference is a plain loop in one process over all ranks' batches.
 
 from __future__ import annotations
 
+import re
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any, ClassVar
@@ -14,12 +15,15 @@ import pipelines
 import pytest
 import torch
 from ranks import run_ranks
+from simulated_cuda.build import build as build_device
+from simulated_cuda.build import find_obstacle
 from torch import Tensor, nn
 
 import dsjob
 from dsjob.contract import sharding
 from dsjob.deepspeed.pipe import LayerSpec, TiedLayerSpec
 from dsjob.engine.engine import Engine
+from dsjob.errors import UsageError
 from dsjob.parallel.partial_sums import add_partial
 from dsjob.ranks.mesh import World
 
@@ -421,3 +425,26 @@ def test_sums_over_ranks_that_hold_one_model_together() -> None:
     first, second = run_ranks(add_up, 2)
     assert first == [3.0, 1.0, 2.0, None, 1.0]
     assert second == [3.0, 1.0, 2.0, None, 2.0]
+
+
+def use_other_blocks(world: World) -> str:
+    engine = make_engine("large experts", 3, 1)
+    for step in range(STEPS):
+        x, route = make_batch("large experts", step, 0, world.data_rank)
+        try:
+            engine.backward(engine(x.to(engine.device), world.data_rank if step == 2 else route % 1))
+            engine.step()
+            if step == STEPS - 1:
+                engine.module_state_dict()
+        except UsageError as error:
+            return f"step {step}: {error}"
+    return "nothing"
+
+
+@pytest.mark.slow
+@pytest.mark.skipif(find_obstacle() is not None, reason=find_obstacle() or "")
+def test_on_gpus_blocks_that_ranks_mixed_up_are_noticed() -> None:
+    """NCCL pairs the gathers of equally large blocks: both ranks then compute with halves of both."""
+    for found in run_ranks(use_other_blocks, 2, library=build_device()):
+        assert re.match("step [23]: ranks used different parts of the model at ZeRO stage 3", found)
+        assert "rank 0 used experts.0, rank 1 used experts.1" in found

@@ -21,7 +21,7 @@ SIZES = (0, 1, 7, 5000)
 def find_exchanges(world: World) -> tuple[Any, Any]:
     """The two functions as a unit of FSDP2 has them."""
     unit = fully_shard(nn.Linear(2, 2), mesh=world.data_mesh)
-    exchange_directly(unit)
+    exchange_directly(unit, 0)
     state: Any = unit._get_fsdp_state()
     group = state._fsdp_param_groups[0] if hasattr(state, "_fsdp_param_groups") else state._fsdp_param_group
     return group._all_gather_comm, group._reduce_scatter_comm

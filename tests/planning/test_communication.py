@@ -50,7 +50,7 @@ def make_layout(world: World, stage: int, bf16: bool, accumulation: int) -> Layo
 
 def count_collectives(world: World) -> list[tuple[str, dict[str, int], dict[str, int]]]:
     rows = []
-    sharded.exchange_directly = lambda unit: None  # FSDP2's own collectives can be counted, as a GPU would have them
+    sharded.exchange_directly = lambda *_: None  # FSDP2's own collectives can be counted, as a GPU would have them
     for stage, bf16, accumulation in itertools.product(range(4), (False, True), (1, 2)):
         if world.data_size == 2 and (stage + bf16 + accumulation) % 2:  # half of the cells
             continue
