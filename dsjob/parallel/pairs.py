@@ -91,7 +91,9 @@ class Pairs:
                     if cast.device != target.device:
                         target.copy_(cast, non_blocking=pins)
                     continue
-                source = read_mapped(local(pair.master.data))
+                source = local(pair.master.data)
+                if pair.on_disk:
+                    source = read_mapped(source)
                 if pair.on_disk and target.device == source.device:
                     target.copy_(source)  # one by one: together, copies of them would fill the memory
                     continue

@@ -189,8 +189,9 @@ class Sharded(Strategy):
         """
         thawed = False
         for parameter, trained in self._trained.items():
-            sharded = parameter.sharded_param
-            gathered = find_gathered(parameter)
+            sharded, gathered = parameter.sharded_param, find_gathered(parameter)
+            if sharded.requires_grad is trained and (gathered is None or gathered.requires_grad is trained):
+                continue
             gathered = sharded if gathered is None else gathered
             seen = gathered if is_shown_whole(parameter) else sharded
             if trained == sharded.requires_grad == seen.requires_grad:
