@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Mapping
 from typing import Protocol
 
+from dsjob.contract.directions import Direction
 from dsjob.contract.spec import JobSpec
 from dsjob.engine.engine import Engine
 from dsjob.engine.several import Engines
@@ -45,6 +46,10 @@ class RunView(Protocol):
     @property
     def folder(self) -> str:
         """The run's folder, which all ranks of a node share."""
+
+    def find_direction(self, metric: str) -> Direction | None:
+        """Whether lower (`min`) or higher (`max`) values of a metric of evaluations are better, by its name or by its
+        `higher_is_better`. None if neither says so."""
 
     def say(self, title: str, text: str) -> None:
         """Shows `text` with a `title` to the user. Prints on rank 0 only."""

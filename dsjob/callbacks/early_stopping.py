@@ -7,16 +7,18 @@ from collections.abc import Mapping
 from typing import Any, Literal
 
 from dsjob.callbacks.callback import Callback, RunView
+from dsjob.contract.directions import Direction, falls
 from dsjob.errors import ContractError
 
 
 class EarlyStopping(Callback):
     """Stops training after `patience` evaluations in a row in which `metric` has not improved by more than `min_delta`.
 
-    metric: a name that evaluations return. mode: whether a smaller (`min`) or a greater value (`max`) is better.
-    min_delta: at least 0. A value that is not finite counts as no improvement. The counters are part of checkpoints, so
-    a run that has stopped early stops again when it is resumed, unless `patience` was increased. Raises ContractError
-    for invalid arguments, and if an evaluation returns no such metric.
+    metric: a name that evaluations return. mode: whether a smaller (`min`) or a greater value (`max`) is better; by
+    default as for `checkpoint.best.mode`, from the metric's name or its `higher_is_better`. min_delta: at least 0. A
+    value that is not finite counts as no improvement. The counters are part of checkpoints, so a run that has stopped
+    early stops again when it is resumed, unless `patience` was increased. Raises ContractError for invalid arguments,
+    if nothing says which values are better, and if an evaluation returns no such metric.
     """
 
     def __init__(
@@ -24,22 +26,29 @@ class EarlyStopping(Callback):
         metric: str = "eval/loss",
         patience: int = 3,
         min_delta: float = 0.0,
-        mode: Literal["min", "max"] = "min",
+        mode: Literal["min", "max"] | None = None,
     ) -> None:
-        if mode not in ("min", "max"):
+        if mode not in ("min", "max", None):
             raise ContractError(f"mode is {mode!r}", hint="write min or max")
         if patience < 1 or min_delta < 0:
             raise ContractError(
                 f"patience is {patience} and min_delta is {min_delta}",
                 hint="patience must be at least 1, min_delta at least 0",
             )
-        self._metric, self._patience, self._min_delta, self._mode = metric, patience, min_delta, mode
+        self._metric, self._patience, self._min_delta = metric, patience, min_delta
+        self._mode: Direction | None = mode or ("min" if falls(metric) else None)
         self._best: float | None = None
         self._best_step, self._misses = 0, 0
 
     def on_start(self, run: RunView) -> None:
         if not run.spec.data.eval:
             raise ContractError("EarlyStopping needs evaluations", hint="set data.eval")
+        self._mode = self._mode or run.find_direction(self._metric)
+        if self._mode is None:
+            raise ContractError(
+                f"EarlyStopping: {self._metric} does not say whether lower or higher values are better",
+                hint="set mode: max if higher is better, else mode: min",
+            )
         self._stop_if_due(run)
 
     def on_eval(self, run: RunView, metrics: Mapping[str, float]) -> None:

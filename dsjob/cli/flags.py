@@ -14,6 +14,7 @@ from dsjob.errors import UsageError
 from dsjob.trust.grant import Trust
 from dsjob.trust.user import Flags
 
+_DEFAULT = "the newest, or the best if the job has checkpoint.load_best_at_end"
 REST = "ARGUMENT"  # how parsers call the arguments of a program
 
 
@@ -76,7 +77,7 @@ def add_form(parser: argparse.ArgumentParser) -> None:
     form.add_argument("--json", action="store_true", help="print one JSON object per line instead of text")
 
 
-def add_choice(parser: argparse.ArgumentParser, purpose: str = "", default: str = "the newest") -> None:
+def add_choice(parser: argparse.ArgumentParser, purpose: str = "", default: str = _DEFAULT) -> None:
     """The flags --tag and --best, which exclude each other; see `choose_tag`."""
     group = parser.add_mutually_exclusive_group()
     group.add_argument("-t", "--tag", help=f"tag of the checkpoint{purpose} (default: {default})")

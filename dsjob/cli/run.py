@@ -162,11 +162,12 @@ def _print_next(result: dict[str, Any], composed: Composed, config_dir: str | No
     if stopped := result.get("stopped"):  # the length is not reached yet
         longer = wait_longer(composed.document.get("callbacks", {}), stopped)
     form, out = ("hf", "model") if result.get("pretrained") else ("fp32", "weights")
+    best = "" if result.get("best_step") is None else "--best "
     again = f"{run_dir}/{RESOLVED_NAME}"
     folder = f"--config-dir {shlex.quote(config_dir)} " if config_dir is not None else ""  # where the recipe may lie
     lines = (
         ("continue", " ".join(filter(None, ["dsjob run", run_dir, longer, *_find_unused(composed, run_dir)]))),
-        ("convert", f"dsjob convert --to {form} {result['checkpoint'].rpartition('/')[0]} {run_dir}/{out}"),
+        ("convert", f"dsjob convert {best}--to {form} {result['checkpoint'].rpartition('/')[0]} {run_dir}/{out}"),
         ("repeat", f"dsjob run {again}"),
         (
             "sweep",

@@ -14,6 +14,7 @@ from hydra.core.hydra_config import HydraConfig
 from omegaconf import DictConfig, OmegaConf, open_dict
 
 from dsjob.cli.flags import allow_protocols
+from dsjob.contract.directions import falls
 from dsjob.contract.environment import mask
 from dsjob.contract.rules import RULES
 from dsjob.document import Document
@@ -101,11 +102,15 @@ def _settle_optuna(overrides: list[str], document: dict[str, Any]) -> list[str]:
         return []
     given = {override.partition("=")[0]: override.partition("=")[2] for override in overrides}
     best = document.get("checkpoint", {}).get("best") or {}
-    meant = {"min": "minimize", "max": "maximize"}.get(best.get("mode", ""), "minimize")
-    direction = given.get("hydra.sweeper.direction", meant)
+    mode = best.get("mode") or ("min" if falls(str(best.get("metric", "eval/loss"))) else "")
+    direction = given.get("hydra.sweeper.direction", "")
+    if not mode and not direction:
+        message = f"Optuna has to know whether lower or higher values of {best['metric']} are better"
+        raise UsageError(message, hint="set checkpoint.best.mode=max, or min")
+    meant = {"min": "minimize", "max": "maximize"}.get(mode, direction)
     if best and direction in ("minimize", "maximize") and direction != meant:
         raise UsageError(
-            f"hydra.sweeper.direction={direction} contradicts checkpoint.best.mode: {best.get('mode', 'min')}",
+            f"hydra.sweeper.direction={direction} contradicts checkpoint.best.mode: {mode}",
             hint=f"leave it out, or set checkpoint.best.mode={direction[:3]}",
         )
     chosen = {"hydra.sweeper.direction": meant, "hydra.sweeper.max_failure_rate": "1"}
@@ -113,8 +118,9 @@ def _settle_optuna(overrides: list[str], document: dict[str, Any]) -> list[str]:
 
 
 def _read_objective(document: dict[str, Any], result: dict[str, Any]) -> float:
-    """The number by which sweepers compare runs: the last value of checkpoint.best.metric; if that is not set, of the
-    evaluation loss; without evaluations, of the training loss. Raises ContractError if the run has no such metric."""
+    """The number by which sweepers compare runs: the last value of checkpoint.best.metric (with `load_best_at_end`,
+    the best one); if that is not set, of the evaluation loss; without evaluations, of the training loss. Raises
+    ContractError if the run has no such metric."""
     metrics = result.get("metrics", {})
     best = document.get("checkpoint", {}).get("best")
     name = best.get("metric", "eval/loss") if best else "eval/loss" if "eval/loss" in metrics else "loss"

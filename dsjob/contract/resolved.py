@@ -10,6 +10,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass, field, replace
 from typing import Any
 
+from dsjob.contract.directions import Direction
 from dsjob.contract.spec import JobSpec, view
 
 Sections = Mapping[str, Any]
@@ -49,7 +50,14 @@ class ResolvedJob:
 
     def resuming(self) -> ResolvedJob:
         """The same job with `checkpoint.resume: auto`."""
-        document = {**self.document, "checkpoint": {**self.document["checkpoint"], "resume": "auto"}}
+        return self._with_checkpoint({"resume": "auto"})
+
+    def choosing(self, mode: Direction) -> ResolvedJob:
+        """The same job with this `checkpoint.best.mode`."""
+        return self._with_checkpoint({"best": {**self.document["checkpoint"]["best"], "mode": mode}})
+
+    def _with_checkpoint(self, changes: Sections) -> ResolvedJob:
+        document = {**self.document, "checkpoint": {**self.document["checkpoint"], **changes}}
         return replace(self, document=document, spec=view(JobSpec, document))
 
     def to_text(self) -> str:

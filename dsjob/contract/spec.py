@@ -172,7 +172,7 @@ class Metric:
 @dataclass(frozen=True, slots=True)
 class BestCheckpoints:
     metric: str
-    mode: Literal["min", "max"]
+    mode: Literal["min", "max"] | None  # None until the run has asked the metric itself
     keep: int
 
 

@@ -19,6 +19,7 @@ from dsjob.contract import deepspeed_keys
 from dsjob.contract import schema as contract
 from dsjob.contract.batch import BatchSizes
 from dsjob.contract.check import check_job
+from dsjob.contract.directions import falls
 from dsjob.contract.model_ranks import count_model_ranks
 from dsjob.contract.models import list_models, take_model
 from dsjob.contract.paths import Path, get_at, has_at
@@ -125,6 +126,7 @@ def _settle(job: dict[str, Any], sizes: BatchSizes, world_size: int) -> tuple[di
     given = job.get("trainer", {})
     told = _resolve_models(job)
     job["checkpoint"] = _save_now_and_then(job.get("checkpoint", {}))
+    told |= _choose_direction(job)
     resolved, derived = complete(job)
     resolved["trainer"].update(dataclasses.asdict(sizes))
     resolved["resolved"] = {**resolved.get("resolved", {}), "world_size": world_size}
@@ -136,6 +138,16 @@ def _save_now_and_then(checkpoint: dict[str, Any]) -> dict[str, Any]:
     """The checkpoint section, with saves every `_MINUTES` minutes if it does not say when to save."""
     told = checkpoint.keys() & {"every", "every_minutes", "every_epochs"} or checkpoint.get("at_end") is False
     return checkpoint if told else {**checkpoint, "every_minutes": _MINUTES}
+
+
+def _choose_direction(job: dict[str, Any]) -> dict[Path, str]:
+    """Sets checkpoint.best.mode if the name of the metric says which values are better. Returns a text on that by
+    path."""
+    best = job["checkpoint"].get("best")
+    if not isinstance(best, dict) or "mode" in best or not falls(metric := best.get("metric", "eval/loss")):
+        return {}
+    job["checkpoint"] = {**job["checkpoint"], "best": {**best, "mode": "min"}}
+    return {("checkpoint", "best", "mode"): f"of {metric}, lower values are better"}
 
 
 def _resolve_models(job: dict[str, Any]) -> dict[Path, str]:

@@ -9,7 +9,7 @@ from dsjob import document as documents
 from dsjob import storage
 from dsjob.checkpoint.format import zero_to_fp32 as layout
 from dsjob.checkpoint.format.averages import has_averages
-from dsjob.checkpoint.root.best import choose_tag
+from dsjob.checkpoint.root.best import choose_weights
 from dsjob.checkpoint.root.run_state import read_job
 from dsjob.checkpoint.root.source import locate, renamed
 from dsjob.document import Document
@@ -49,10 +49,10 @@ class Chosen:
 def choose_checkpoint(source: str, tag: str | None, *, best: bool = False) -> Chosen:
     """The checkpoint that `source` names: a run's folder, a checkpoint folder, or the folder of one step in it.
 
-    tag: by default the newest. best: choose the best by `checkpoint.best` instead. Raises NoCheckpointError,
-    CorruptCheckpointError, StorageError, UsageError.
+    tag: by default the newest, or the best if the job has `checkpoint.load_best_at_end`. best: choose the best by
+    `checkpoint.best` instead. Raises NoCheckpointError, CorruptCheckpointError, StorageError, UsageError.
     """
-    tag = choose_tag(source, tag, best=best)
+    tag = choose_weights(source, tag, best=best)
     with renamed(f"load {source}"):
         place, record = locate(source, tag)
         checkpoint = layout.read_checkpoint(place, record)

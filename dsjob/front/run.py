@@ -35,7 +35,8 @@ class Result:
     finish; `error` then says why. step: the last step. metrics: the last training and evaluation metrics, by name.
     checkpoint: the newest checkpoint; None if there is none. run_dir: the run's folder. history: the records of
     metrics.jsonl, including those of earlier runs in the same folder. stopped: why the run was stopped before its last
-    step; empty if it was not.
+    step; empty if it was not. best_step: with `checkpoint.load_best_at_end`, the step of the best checkpoint, which
+    `checkpoint` and the evaluation's metrics are of; otherwise None.
     """
 
     status: Literal["done", "unsaved"]
@@ -46,6 +47,7 @@ class Result:
     history: Sequence[Mapping[str, Any]] = field(repr=False)
     error: str = ""
     stopped: str = ""
+    best_step: int | None = None
 
 
 def run(
@@ -140,6 +142,7 @@ def _make_result(result: Mapping[str, Any]) -> Result:
         history=_read_history(result["run_dir"]),
         error=result.get("error", ""),
         stopped=result.get("stopped", ""),
+        best_step=result.get("best_step"),
     )
 
 

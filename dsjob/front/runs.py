@@ -170,7 +170,7 @@ def _find_best(folder: str, document: Mapping[str, Any]) -> tuple[float | None, 
         return None, ""
     metric, commits = str(wanted.get("metric", "eval/loss")), list_commits(folder, document)
     found = [value for each in commits if (value := _as_number(get_at(each, ("metrics", metric)))) is not None]
-    return (min if wanted.get("mode", "min") == "min" else max)(found, default=None), metric
+    return (max if wanted.get("mode") == "max" else min)(found, default=None), metric
 
 
 def list_commits(folder: str, document: Mapping[str, Any]) -> Iterator[Any]:

@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING, Any, Literal
 from dsjob.checkpoint.format.zero_to_fp32 import Written
 from dsjob.checkpoint.offline import convert as conversion
 from dsjob.checkpoint.pretrained.folder import Pretrained
-from dsjob.checkpoint.root.best import choose_tag
+from dsjob.checkpoint.root.best import choose_tag, choose_weights
 from dsjob.contract.models import list_models
 from dsjob.document import Document
 from dsjob.document.origins import Composed
@@ -73,22 +73,22 @@ def convert(
     DeepSpeed can resume (`to="deepspeed"`). Returns the files written.
 
     checkpoint: the path or URL of a run's folder, a checkpoint folder, or the folder of one step in it. out: a folder,
-    or a file that ends in .safetensors, .bin, .pt, .pth or .ckpt; by default `weights-TAG-DTYPE` in that folder.
-    to: the dtype of the weights, or "hf" or "deepspeed". dtype: with "hf", the dtype of the weights (default: fp32);
-    with "deepspeed", that of the run that resumes (default: the job's). tag: the checkpoint to convert (default: the
-    newest). best: convert the best one by checkpoint.best of the job. model: one of the job's models (default: all).
-    strip, prefix: texts to remove from the start of names, and then to add. exclude_frozen: leave out parameters that
-    were not trained. form: the format of the files in a folder (default: safetensors). max_shard_size: of a file, in
-    bytes or as "5GB". overwrite: replace earlier output of the same kind. ema: convert averages of weights instead.
+    or a file that ends in .safetensors, .bin, .pt, .pth or .ckpt; by default `weights-TAG-DTYPE` in that folder. to:
+    the dtype of the weights, or "hf" or "deepspeed". dtype: with "hf", the dtype of the weights (default: fp32); with
+    "deepspeed", that of the run that resumes (default: the job's). tag: the checkpoint to convert (default: the newest,
+    or after `load_best_at_end`, the best). best: convert the best one by checkpoint.best of the job. model: one of the
+    job's models (default: all). strip, prefix: texts to remove from the start of names and to add. exclude_frozen:
+    leave out frozen parameters. form: the format of the files in a folder (default: safetensors). max_shard_size: of a
+    file, in bytes or as "5GB". overwrite: replace earlier output of the same kind. ema: convert averages instead.
     tokenizer, merge, adapter, adapter_config: with "hf", a folder with a tokenizer's files (default: the job's),
-    whether to merge a LoRA adapter into the weights, which adapter to write, and an adapter_config.json if none exists.
-    zero_stage, world_size: with "deepspeed", the ZeRO stage and the number of ranks of the run that resumes; these
-    files have no sha256. progress: called with the bytes written and the total bytes, except with "deepspeed".
-
+    whether to merge a LoRA adapter, which adapter to write, and an adapter_config.json if none exists. zero_stage,
+    world_size: with "deepspeed", the ZeRO stage and the number of ranks of the run that resumes; these files have no
+    sha256. progress: called with the bytes written and in total, except with "deepspeed".
     Raises UsageError, NoCheckpointError, CorruptCheckpointError, StorageError.
     """
     _require_fitting(to, locals())
-    target, tag = _to_text(out), choose_tag(source := require_path(checkpoint, "a checkpoint"), tag, best=best)
+    target, source = _to_text(out), require_path(checkpoint, "a checkpoint")
+    tag = (choose_tag if to == "deepspeed" else choose_weights)(source, tag, best=best)
     if to == "deepspeed":
         return _write_deepspeed(source, target, zero_stage, world_size, dtype=dtype, tag=tag, overwrite=overwrite)
     return conversion.convert(
@@ -158,9 +158,9 @@ def load_model(
     """Loads the model of a checkpoint with its weights: on the CPU, in fp32, in evaluation mode.
 
     checkpoint: the path or URL of a run's folder, a checkpoint folder, or the folder of one step in it, such as
-    `Result.checkpoint`. tag: the checkpoint to load (default: the newest). best: load the best one by checkpoint.best
-    of the job. ema: load averages of weights (dsjob.callbacks.EMA) instead of the weights. model: one of the job's
-    models, if it has several.
+    `Result.checkpoint`. tag: the checkpoint to load (default: the newest, or after `load_best_at_end`, the best). best:
+    load the best one by checkpoint.best of the job. ema: load averages of weights (dsjob.callbacks.EMA) instead of the
+    weights. model: one of the job's models, if it has several.
 
     The job in the checkpoint defines the model. It may name your own modules if the checkpoint is in a run's folder
     that belongs to you. For any other checkpoint, only names that `trust` allows are imported.
@@ -168,7 +168,7 @@ def load_model(
     flags = make_flags(trust, trust_remote_code, unpinned)
     source = require_path(checkpoint, "a checkpoint")
     with allowing(flags), keeping_process(torch=True):
-        tag = choose_tag(source, tag, best=best)
+        tag = choose_weights(source, tag, best=best)
         document, granted, file = _read_document(source, tag, flags)
         name = _choose_model(document, model)
         with placing_errors(Composed(document, file)) if file is not None else nullcontext():

@@ -6,6 +6,7 @@ import re
 from collections.abc import Callable
 from typing import Any
 
+from dsjob.contract.directions import falls
 from dsjob.contract.hints import suggest
 from dsjob.contract.paths import Path
 from dsjob.importing.given import MODULE, Draft, Given, Rank
@@ -147,6 +148,8 @@ def _draft_best(experiment: _Experiment, origin: Given | None) -> None:
     smaller = experiment.find("searcher", "smaller_is_better")
     if smaller is not None:
         draft.put("checkpoint.best.mode", smaller.to("max" if smaller.value is False else "min"))
+    elif not falls(own):
+        draft.put("checkpoint.best.mode", (metric or origin).to("min"))  # Determined's default
     count = experiment.find("checkpoint_storage", "save_trial_best")
     if count is not None and count.value != 0:
         draft.put("checkpoint.best.keep", count)

@@ -38,6 +38,8 @@ def show_tiles(run: Reported, last: Mapping[str, float]) -> str:
     tiles = [("Status", info.status), ("Step", steps)]
     if run.metric is not None:
         tiles.append((f"{'Best' if info.best is not None else 'Last'} {info.metric}", show(run.metric)))
+    if isinstance(step := run.result.get("best_step"), int):
+        tiles.append(("Result", f"step {step:,}, the best"))
     for title, value in last.items():
         tiles.append((f"Last {title.lower()}", f"{value:,.0f}" if abs(value) >= 1000 else f"{value:.4g}"))
     tiles.append(("Checkpoints", show(len(run.checkpoints))))

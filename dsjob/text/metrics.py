@@ -18,6 +18,8 @@ class Rouge(nn.Module):
     Raises ContractError for rougeLsum, which splits sentences with data that torchmetrics would download.
     """
 
+    higher_is_better = True
+
     def __init__(self, keys: Sequence[str] = _KEYS) -> None:
         super().__init__()
         if "rougeLsum" in keys:
@@ -49,3 +51,6 @@ def exact_match(preds: Sequence[str], target: Sequence[str]) -> float:
     """The share of texts that equal their references, apart from space at both ends."""
     same = [found.strip() == wanted.strip() for found, wanted in zip(preds, target, strict=True)]
     return sum(same) / len(same)
+
+
+exact_match.higher_is_better = True  # type: ignore[attr-defined]

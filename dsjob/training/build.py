@@ -389,5 +389,4 @@ def build_checkpointer(job: ResolvedJob, run_dir: str, world: World, objects: Ke
 
 
 def _build_retention(section: Checkpoint) -> Retention:
-    best = Best(section.best.metric, section.best.mode, section.best.keep) if section.best else None
-    return Retention(section.keep, section.keep_every, best)
+    return Retention(section.keep, section.keep_every, Best.of(section.best))

@@ -31,6 +31,7 @@ from dsjob.ranks.waiting import waiting_for_all
 from dsjob.run_folder import LOGS_NAME, SAVE_REQUEST, STOP_REQUEST, TRACEBACK_PREFIX, read_result, write_result
 from dsjob.training import build, loop
 from dsjob.training.advice import note_few_samples, train_longer
+from dsjob.training.directions import settle_best
 from dsjob.training.display import Display, make_display, show_seconds
 from dsjob.training.loaders import build_collate, build_evaluation_sets, build_training_data, share_samples
 from dsjob.training.monitoring import MonitorValues
@@ -39,7 +40,7 @@ from dsjob.training.occasions import Occasions
 from dsjob.training.passed import Passed, require_samples
 from dsjob.training.pipelines import PipelinedStep, build_passes, read_first
 from dsjob.training.requests import Requests
-from dsjob.training.resume import load_best, resume
+from dsjob.training.resume import find_best, load_best, resume
 from dsjob.training.run import Result, Run
 from dsjob.training.run_files import EnvironmentFile, JobFiles, MetricsFile
 from dsjob.training.saves import lacks_metrics
@@ -95,7 +96,7 @@ def run_job(job: ResolvedJob, run_dir: str, world: World, trust: Trust) -> Resul
     metrics: dict[str, float] = {
         name: progress.last_record[name] for name in ("loss", "lr") if name in progress.last_record
     }
-    result = _make_result(run, {**metrics, **progress.last_evaluation}, outcome)
+    result = _make_result(run, metrics, outcome)
     if world.everyone.rank == 0:
         ended = {"status": "unsaved", "error": progress.unsaved} if progress.unsaved else {"status": "done"}
         write_result(run_dir, {**ended, **dataclasses.asdict(result)})
@@ -124,15 +125,17 @@ def _keeping_traceback(run: Run, run_dir: str) -> Iterator[None]:
 
 
 def _make_result(run: Run, metrics: dict[str, float], outcome: Outcome) -> Result:
-    engines = list(run.engines.values())
+    """The result of a run; `metrics`: of its last log record, or of an earlier result. A collective."""
+    engines, best = list(run.engines.values()), find_best(run)
     return Result(
         step=run.step,
         epochs=_count_epochs(run),
-        metrics={**metrics, **outcome.metrics},
-        checkpoint=run.progress.last_saved,
+        metrics={**metrics, **(best["metrics"] if best else run.progress.last_evaluation), **outcome.metrics},
+        checkpoint=storage.join(run.checkpointer.url, best["dir"]) if best else run.progress.last_saved,
         predictions=list(outcome.predictions.values()),
         pretrained=len(engines) == 1 and bool(describe_pretrained(engines[0].module)),
         stopped=run.requests.ended,
+        best_step=best["step"] if best else None,
     )
 
 
@@ -165,6 +168,7 @@ def _prepare(
     objective = build_objective(spec, engines.first.module, world.device, trust)
     callbacks = build.build_callbacks(spec, trust)
     eval_measures, eval_metrics = build.build_measures("eval", spec, world, trust)
+    job = settle_best(job, eval_metrics, display.say)
     measures, metrics = build.build_measures("train", spec, world, trust)
     data = {"train": loader} if isinstance(loader, StatefulLoader | StreamLoader) else {}
     passed = Passed(spec, loader.samples_per_epoch)
@@ -179,7 +183,7 @@ def _prepare(
     tasks = build_tasks(spec, engines, sets, trust, run_dir, parts=parts, **given)
     requests = Requests()
     run = Run(
-        spec=spec,
+        spec=job.spec,
         engines=engines,
         loader=loader,
         max_steps=steps,
@@ -199,8 +203,7 @@ def _prepare(
         kept=kept,
     )
     run.tell("on_setup")
-    # Last, since it loads into everything that was built.
-    return run, tasks, resume(run, job)
+    return run, tasks, resume(run, job)  # last, since it loads into everything that was built
 
 
 def _require_enough(spec: JobSpec, samples: int | None, display: Display) -> None:
@@ -255,7 +258,7 @@ def _end_untrained(run: Run, tasks: Tasks, run_dir: str, display: Display) -> Re
     before = read_result(run_dir)
     before = before if "step" in before else {}  # that of a run that failed after its last step
     outcome = tasks.run(display.say)
-    result = _make_result(run, {**before.get("metrics", {}), **run.progress.last_evaluation}, outcome)
+    result = _make_result(run, before.get("metrics", {}), outcome)
     has_news = run.progress.last_evaluation or outcome.metrics or outcome.predictions
     if run.engine.global_rank == 0 and (not before or has_news):
         write_result(run_dir, {"status": "done", **dataclasses.asdict(result)})

@@ -162,14 +162,22 @@ def load_best(run: Run) -> None:
     section = run.spec.checkpoint
     if not section.load_best_at_end or section.best is None:
         return
-    chosen = Best(section.best.metric, section.best.mode, 1).choose(run.checkpointer.rated())
-    if not chosen:
+    chosen = find_best(run)
+    if chosen is None:
         run.say("note", f"no checkpoint has {section.best.metric}: the weights stay those of step {run.step}")
         return
-    tag, value = chosen[0]["tag"], chosen[0]["metrics"][section.best.metric]
+    tag, value = chosen["tag"], chosen["metrics"][section.best.metric]
     run.checkpointer.load_weights(run.savable, storage.join(run.checkpointer.url, tag), ema=section.ema)
     what = "averages" if section.ema else "weights"
     run.say("best", f"{tag}, {section.best.metric} {value:.4f}: its {what} are loaded")
+
+
+def find_best(run: Run) -> Mapping[str, Any] | None:
+    """Step, tag, folder and metrics of the checkpoint that `load_best_at_end` loads. None without it, or if no
+    checkpoint has the metric. A collective."""
+    section = run.spec.checkpoint
+    best = Best.of(section.best, keep=1) if section.load_best_at_end else None
+    return next(iter(best.choose(run.checkpointer.rated())), None) if best is not None else None
 
 
 def _require_averages(run: Run) -> None:

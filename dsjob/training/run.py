@@ -11,12 +11,14 @@ from dsjob.callbacks.callback import Callback
 from dsjob.checkpoint.live.checkpointer import Checkpointer
 from dsjob.checkpoint.live.joint import Savable
 from dsjob.checkpoint.live.objects import Kept
+from dsjob.contract.directions import Direction
 from dsjob.contract.spec import JobSpec
 from dsjob.data import Loader
 from dsjob.engine.engine import Engine
 from dsjob.engine.several import Engines
 from dsjob.errors import ContractError, UsageError
 from dsjob.training.averaging import Averaging
+from dsjob.training.directions import find_direction
 from dsjob.training.evaluation import Evaluator
 from dsjob.training.metrics import Measures
 from dsjob.training.occasions import Occasions
@@ -48,11 +50,12 @@ class Result:
 
     step: int  # the last step; of tasks alone, that of the weights
     epochs: float | None  # passes over the data; None for a stream
-    metrics: dict[str, float]  # of the last log record, the last evaluation and the task eval
-    checkpoint: str | None  # the folder of the last checkpoint; of tasks alone, the one that was loaded
+    metrics: dict[str, float]  # of the last log record, the evaluation of the weights and the task eval
+    checkpoint: str | None  # the folder of the last checkpoint, or of the one that was loaded, as by load_best_at_end
     pretrained: bool  # whether it contains a single model of transformers, so that it can be converted to its format
     predictions: list[str]  # the files of the task predict
     stopped: str = ""  # why a callback or the file `stop-now` ended the run; empty after the last step
+    best_step: int | None = None  # the step of the best checkpoint, if `checkpoint` and `metrics` are its own
 
 
 @dataclass
@@ -107,6 +110,10 @@ class Run:
         """Makes this step the last one if `trainer.max_length` counts tokens or time, and is reached."""
         if self.passed.reaches(self.spec.trainer.max_length, self.engine):
             self.max_steps = self.step
+
+    def find_direction(self, metric: str) -> Direction | None:
+        """See `RunView`."""
+        return find_direction(metric, self.spec, self.kept.list_of("metrics"))
 
     def request_stop(self, reason: str) -> None:
         """See `RunView`."""

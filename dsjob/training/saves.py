@@ -19,10 +19,8 @@ from dsjob.training.run import Run
 
 
 def is_among_best(run: Run) -> bool:
-    best, progress = run.spec.checkpoint.best, run.progress
-    return best is not None and Best(best.metric, best.mode, best.keep).improves(
-        progress.last_evaluation, progress.rated
-    )
+    best, progress = Best.of(run.spec.checkpoint.best), run.progress
+    return best is not None and best.improves(progress.last_evaluation, progress.rated)
 
 
 def save(run: Run, *, wait: bool, replace: bool = False) -> bool:

@@ -27,6 +27,7 @@ from dsjob.ranks.mesh import World
 from dsjob.text.generation import Generator
 from dsjob.torch_private import FakeTensorMode, tree_map_only
 from dsjob.training.build import build_eval_step, build_measures, build_model, build_parts, list_taken, make_generator
+from dsjob.training.directions import require_best
 from dsjob.training.evaluation import name_data, read_set
 from dsjob.training.loaders import build_collate, build_evaluation_sets, build_training_data
 from dsjob.training.metric_inputs import Seen
@@ -258,7 +259,8 @@ class Trial:
             found: list[Problem] = []
             with _collecting(found), _blaming(("metrics", name, "_target_")):
                 alone = replace(self.spec, metrics={name: metric})
-                measures, _ = build_measures(phase, alone, _ALONE, self.trust)
+                measures, objects = build_measures(phase, alone, _ALONE, self.trust)
+                require_best(self.spec, objects if phase == "eval" else {})
                 measures.start()
                 measures.feed(outputs, batch, total, samples, objective)
                 try:

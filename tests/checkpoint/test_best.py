@@ -13,6 +13,7 @@ import small_jobs
 import torch
 from jobs import dsjob as run_command
 from ranks import run_ranks
+from small_jobs import list_steps
 
 import dsjob
 from dsjob.checkpoint.offline.convert import read_weights
@@ -112,6 +113,33 @@ def test_best_selects_it_wherever_a_tag_does(trained: Path) -> None:
     assert evaluated.step == 2
 
 
+def test_what_load_best_at_end_has_loaded_is_what_the_run_is_for_others(
+    trained: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """Whoever wants the run's weights without naming a checkpoint gets the best; whoever resumes gets the newest."""
+    at_end = {**SECTIONS, "checkpoint": {**BEST, "load_best_at_end": True}, "output": {"dir": "ended"}}
+    small_jobs.train("ended", **at_end)
+    best, newest = (read_weights("ended", tag=f"step-{step:08d}") for step in (2, 8))
+    assert not torch.equal(best["fc.weight"], newest["fc.weight"])
+    for source in ("ended", "ended/checkpoints"):
+        found = dsjob.load_model(source, trust=["small_jobs"]).state_dict()
+        assert torch.equal(found["fc.weight"], best["fc.weight"])
+    found = dsjob.load_model("ended", tag="step-00000008", trust=["small_jobs"]).state_dict()
+    assert torch.equal(found["fc.weight"], newest["fc.weight"])
+    dsjob.convert("ended", "whole.safetensors")
+    dsjob.convert("ended", "best.safetensors", best=True)
+    assert Path("whole.safetensors").read_bytes() == Path("best.safetensors").read_bytes()
+    assert dsjob.evaluate("ended", trust=["small_jobs"], overrides=["output.dir=evaluated"]).step == 2
+    small_jobs.train("warm", **{**SECTIONS, "checkpoint": {"resume": "./ended"}, "trainer": {"max_steps": 1}})
+    (started,) = [line for line in capsys.readouterr().out.splitlines() if line.startswith("warm start")]
+    assert "checkpoints/step-00000002" in started
+    dsjob.convert("ended", "ds", to="deepspeed", zero_stage=1, world_size=1)
+    assert Path("ds/latest").read_text() == "global_step8"
+    small_jobs.train("ended", **{**at_end, "trainer": {"eval_every": 2, "max_steps": 10}})
+    assert json.loads(Path("ended/metrics.jsonl").read_text().splitlines()[-1])["step"] == 10
+    assert list_steps("ended") == [2, 10]
+
+
 def train_and_evaluate(world: World, folder: str, stage: int) -> None:
     ends = {"checkpoint": {**BEST, "load_best_at_end": True}, "tasks": ["train", "eval"]}
     data = {"train": SMALL, "eval": SMALL, "test": SMALL}
@@ -132,4 +160,5 @@ def test_the_tasks_after_training_use_the_best_weights(tmp_path: Path, world_siz
     assert losses[2] == max(losses.values())
     assert result["metrics"]["eval/loss"] == pytest.approx(losses[2], rel=1e-6)
     assert result["metrics"]["test/loss"] == pytest.approx(losses[2], rel=1e-6)
-    assert "step-00000008" in result["checkpoint"]
+    assert "step-00000002" in result["checkpoint"]
+    assert (result["step"], result["best_step"]) == (8, 2)

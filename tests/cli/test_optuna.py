@@ -24,7 +24,8 @@ OPTUNA = "hydra/sweeper=optuna"
 
 @needs_optuna
 def test_an_interval_is_searched_and_trials_that_fail_are_counted_as_failed(tmp_path: Path) -> None:
-    make_job(tmp_path, metrics={"score": {"_target_": "my_model.score"}}, checkpoint={"best": {"metric": "eval/score"}})
+    best = {"metric": "eval/score", "mode": "max"}
+    make_job(tmp_path, metrics={"score": {"_target_": "my_model.score"}}, checkpoint={"best": best})
     with (tmp_path / "my_model.py").open("a") as file:
         file.write("\ncalls = []\ndef score(outputs, batch):\n    return 5.0\n")
         file.write("def risky(dropout=0.0):\n    calls.append(1)\n    return 1 / (len(calls) - 2) and build(dropout)\n")
@@ -83,6 +84,14 @@ def test_the_direction_is_that_of_the_best_checkpoint(best: Any, given: list[str
 def test_a_direction_that_contradicts_the_best_checkpoint_is_refused() -> None:
     with pytest.raises(UsageError, match=r"contradicts checkpoint\.best\.mode: max"):
         _settle_optuna([OPTUNA, "hydra.sweeper.direction=minimize"], {"checkpoint": {"best": {"mode": "max"}}})
+
+
+def test_a_metric_that_does_not_say_which_values_are_better_needs_a_mode() -> None:
+    document = {"checkpoint": {"best": {"metric": "eval/f1"}}}
+    with pytest.raises(UsageError, match="whether lower or higher values of eval/f1 are better"):
+        _settle_optuna([OPTUNA], document)
+    given = [OPTUNA, "hydra.sweeper.direction=maximize"]
+    assert _settle_optuna(given, document) == ["hydra.sweeper.max_failure_rate=1"]
 
 
 def test_runs_are_compared_by_the_metric_of_the_best_checkpoint() -> None:

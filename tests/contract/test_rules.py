@@ -492,6 +492,28 @@ JOBS: list[tuple[str, dict[str, Any], str, dict[str, Any]]] = [
         {"checkpoint": {"load_best_at_end": True, "best": {"keep": 2}}, "data": EVAL},
     ),
     (
+        "no-direction",
+        {"checkpoint": {"best": {"metric": "eval/f1"}}, "data": EVAL, **course(eval_step=CALLED)},
+        "checkpoint.best.mode",
+        {"checkpoint": {"best": {"metric": "eval/f1", "mode": "max"}}, "data": EVAL, **course(eval_step=CALLED)},
+    ),
+    (
+        "no-direction",
+        {**stops_early(metric="eval/f1"), "data": EVAL, **course(parts=CALLED)},
+        "callbacks.stop.mode",
+        {**stops_early(metric="eval/valid_loss"), "data": EVAL, **course(parts=CALLED)},
+    ),
+    (
+        "direction-from-metric",
+        {"checkpoint": {"best": {"metric": "eval/acc"}}, **accuracy("acc")},
+        "checkpoint.best.mode",
+        {
+            "checkpoint": {"best": {"metric": "eval/acc"}},
+            "data": EVAL,
+            "metrics": {"acc": {"_target_": "torchmetrics.Accuracy"}},
+        },
+    ),
+    (
         "no-averages",
         {"checkpoint": BEST_AVERAGES, "data": EVAL, **stops_early()},
         "checkpoint.ema",
@@ -557,7 +579,7 @@ JOBS: list[tuple[str, dict[str, Any], str, dict[str, Any]]] = [
         "unknown-metric",
         {**stops_early(metric="acc"), **accuracy("acc")},
         "callbacks.stop.metric",
-        {**stops_early(metric="eval/acc"), **accuracy("acc")},
+        {**stops_early(metric="eval/acc", mode="max"), **accuracy("acc")},
     ),
     ("cadence-beyond-end", {**course(max_steps=1e1), "checkpoint": {"every": 2e1}}, "checkpoint.every", {}),
     (

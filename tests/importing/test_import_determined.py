@@ -67,6 +67,8 @@ def test_lengths_and_the_deepspeed_config_are_taken(tmp_path: Path) -> None:
             {"searcher": {"metric": "f1", "smaller_is_better": False, "max_length": 9}},
             {"best": {"metric": "eval/f1", "mode": "max"}},
         ),
+        ({"searcher": {"metric": "f1"}}, {"best": {"metric": "eval/f1", "mode": "min"}}),
+        ({"searcher": {"metric": "perplexity"}}, {"best": {"metric": "eval/perplexity"}}),
         ({"checkpoint_policy": "all"}, {"every": "50ba", "keep": 0}),
         ({"checkpoint_policy": "all", "min_checkpoint_period": {"batches": 10}}, {"every": "10ba", "keep": 0}),
         ({"checkpoint_policy": "none"}, None),

@@ -66,7 +66,7 @@ def test_a_set_without_targets_is_named(tmp_path: Path) -> None:
 
 
 def test_what_the_best_are_chosen_by_is_among_what_an_evaluation_gives(tmp_path: Path) -> None:
-    step, best = {"eval_step": {"_target_": "rehearsed.evaluate"}}, {"metric": "eval/acuracy"}
+    step, best = {"eval_step": {"_target_": "rehearsed.evaluate"}}, {"metric": "eval/acuracy", "mode": "max"}
     with pytest.raises(
         ContractError, match=r"checkpoint\.best\.metric: evaluation produces no metric eval/acuracy"
     ) as told:
@@ -84,7 +84,7 @@ def test_an_evaluation_may_use_another_micro_batch(tmp_path: Path, size: int | N
 
 
 def test_a_metric_that_cannot_be_copied_may_choose_the_best(tmp_path: Path) -> None:
-    best = {"best": {"metric": "eval/seen"}}
+    best = {"best": {"metric": "eval/seen", "mode": "max"}}
     train(tmp_path, data=EVALUATED, metrics={"seen": {"_target_": "rehearsed.Fixed"}}, checkpoint=best)
     assert "eval/seen" in (tmp_path / "metrics.jsonl").read_text()
 

@@ -76,8 +76,8 @@ class Checkpointer:
         return on_rank_0(self._everyone, self._catalog.tags)
 
     def rated(self) -> list[dict[str, Any]]:
-        """Step, tag and metrics of all checkpoints that have metrics."""
-        keys = ("step", "tag", "metrics")
+        """Step, tag, folder and metrics of all checkpoints that have metrics."""
+        keys = ("step", "tag", "dir", "metrics")
         read = lambda: [{key: r[key] for key in keys} for r in self._catalog.records() if "metrics" in r]  # noqa: E731
         return on_rank_0(self._everyone, read)
 

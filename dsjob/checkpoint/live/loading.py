@@ -36,6 +36,7 @@ from dsjob.checkpoint.live.split_tensors import LoadPlanner
 from dsjob.checkpoint.live.state import Saved, TrainingState
 from dsjob.checkpoint.other.elsewhere import find_elsewhere
 from dsjob.checkpoint.other.foreign import Foreign
+from dsjob.checkpoint.root.best import choose_weights
 from dsjob.checkpoint.root.catalog import Catalog
 from dsjob.checkpoint.root.run_state import read_job, read_values, restoring
 from dsjob.checkpoint.root.source import locate, open_root, renamed
@@ -150,7 +151,7 @@ class Loader:
 
         def find() -> tuple[str, dict[str, Any]]:
             with renamed(f"read {source}"):
-                root, record = locate(source, None)
+                root, record = locate(source, choose_weights(source, None, best=False))
                 return root.root, record
 
         # Only rank 0 searches, so that all ranks load the same checkpoint even if a newer one is committed meanwhile.

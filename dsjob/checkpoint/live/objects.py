@@ -46,6 +46,10 @@ class Kept(dict[str, Any]):
         super().__init__({f"{kind}.{name}": value for kind, named in objects.items() for name, value in named.items()})
         self._say, self._warned = say, set[str]()
 
+    def list_of(self, kind: str) -> dict[str, Any]:
+        """The objects of a kind by name."""
+        return {name.removeprefix(f"{kind}."): made for name, made in self.items() if name.startswith(f"{kind}.")}
+
     def warn(self, name: str, why: str) -> None:
         """Tells the user, once per object, that checkpoints do not contain its state."""
         if self._say is not None and name not in self._warned:

@@ -5,7 +5,10 @@ from __future__ import annotations
 import math
 from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass
-from typing import Any, Literal
+from typing import Any
+
+from dsjob.contract.directions import Direction
+from dsjob.contract.spec import BestCheckpoints
 
 Record = Mapping[str, Any]  # a commit record
 
@@ -15,8 +18,15 @@ class Best:
     """Keeps the `keep` checkpoints with the lowest or highest value of a metric."""
 
     metric: str
-    mode: Literal["min", "max"]
+    mode: Direction
     keep: int
+
+    @classmethod
+    def of(cls, section: BestCheckpoints | None, keep: int | None = None) -> Best | None:
+        """By `checkpoint.best` of a job; None without it, or if nobody knows yet which values are better."""
+        if section is None or section.mode is None:
+            return None
+        return cls(section.metric, section.mode, keep or section.keep)
 
     def choose(self, records: Sequence[Record]) -> list[Record]:
         """The best of `records`. Of equal ones, the older wins: the newer one is no improvement."""

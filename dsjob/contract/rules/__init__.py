@@ -5,10 +5,10 @@ if a problem with its shape has already been reported. It yields the places that
 Rules know nothing about files, lines or the world size.
 """
 
-from dsjob.contract.rules import course, engines, methods, pipelines, spreading, tensors
+from dsjob.contract.rules import course, engines, methods, metrics, pipelines, spreading, tensors
 from dsjob.contract.rules.table import RULES as RULES
 
-__all__ = ["EXPLANATIONS", "RULES", "course", "engines", "methods", "pipelines", "spreading", "tensors"]
+__all__ = ["EXPLANATIONS", "RULES", "course", "engines", "methods", "metrics", "pipelines", "spreading", "tensors"]
 
 _SHAPE = {
     "unknown-key": "A key that the contract does not have is a typo, or it is at the wrong level. Other tools ignore "

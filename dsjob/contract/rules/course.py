@@ -9,12 +9,12 @@ from typing import Any
 
 from dsjob.contract.lengths import count_steps_of
 from dsjob.contract.paths import Path
+from dsjob.contract.rules.metrics import list_phases, trains
 from dsjob.contract.rules.table import Document, Finding, enter, read
 from dsjob.contract.secrets import describe_secret, find_secrets, is_argument, is_reference, list_texts, redact
 from dsjob.errors import Problem
 
 _OURS = "dsjob.callbacks."
-_EARLY_STOPPING = f"{_OURS}EarlyStopping"
 _POLICIES = ("auto", "never", "required")
 
 
@@ -30,15 +30,11 @@ def _finite(document: Document) -> Iterator[Finding]:
         places += [((*path, key), item) for key, item in items]
 
 
-def _trains(document: Document) -> bool:
-    return "train" in read(document, "tasks", ["train"])
-
-
 @enter("no-end", whole=True)
 def _end(document: Document) -> Iterator[Finding]:
     """A job that sets neither a number of steps nor of epochs, nor another length, would never end."""
     trainer = read(document, "trainer", {})
-    if not _trains(document):
+    if not trains(document):
         return
     if not {"max_steps", "max_epochs", "max_length"} & trainer.keys():
         yield (
@@ -51,7 +47,7 @@ def _end(document: Document) -> Iterator[Finding]:
 @enter("no-train-data", whole=True)
 def _train_data(document: Document) -> Iterator[Finding]:
     """Training needs data; the tasks eval and predict have data of their own."""
-    if _trains(document) and isinstance(document.get("data"), dict) and "train" not in document["data"]:
+    if trains(document) and isinstance(document.get("data"), dict) and "train" not in document["data"]:
         yield "data", "the required key train is missing", "only jobs with other tasks than train can do without it"
 
 
@@ -67,7 +63,7 @@ def _own_loader(document: Document) -> Iterator[Finding]:
 def _optimizer(document: Document) -> Iterator[Finding]:
     """Training without an optimizer changes nothing."""
     several = document.get("models")  # each of them is checked on its own
-    if _trains(document) and "optimizer" not in document and not several:
+    if trains(document) and "optimizer" not in document and not several:
         hint = "add one, for example optimizer: {type: AdamW, params: {lr: 1e-3}}"
         yield "optimizer", "is missing: nothing would be trained", hint
 
@@ -104,7 +100,7 @@ def _accumulation(document: Document) -> Iterator[Finding]:
         return
     if not read(document, "trainer.step"):
         yield place, "is set without trainer.step", "add trainer: {step: {_target_: my_module.step}}"
-    if any("train" in phases for phases in _list_phases(document).values()):
+    if any("train" in phases for phases in list_phases(document).values()):
         yield place, "cannot be combined with metrics of the phase train", "compute them in trainer.step"
 
 
@@ -138,14 +134,14 @@ def _eval_data(document: Document) -> Iterator[Finding]:
         return
     advice = "add data.eval, or leave this out"
     for key in ("eval_every", "eval_batches", "eval_at_start"):
-        if _trains(document) and read(document, f"trainer.{key}"):
+        if trains(document) and read(document, f"trainer.{key}"):
             yield f"trainer.{key}", "is set, but there is no data.eval", advice
     tests = "test" in read(document, "data", {}) and read(document, "tasks", ["train"]) != ["train"]
     if read(document, "trainer.eval_step") and not tests:
         yield "trainer.eval_step", "is set, but there is no data.eval", advice
-    if not tests and any("eval" in phases for phases in _list_phases(document).values()):
+    if not tests and any("eval" in phases for phases in list_phases(document).values()):
         yield "metrics", "are set, but there is no data.eval", advice
-    if _trains(document) and read(document, "checkpoint.best") is not None:
+    if trains(document) and read(document, "checkpoint.best") is not None:
         yield "checkpoint.best", "is set, but there is no data.eval to determine the best", advice
 
 
@@ -167,63 +163,6 @@ def _generation(document: Document) -> Iterator[Finding]:
             "is set, but trainer.eval_step replaces it",
             "call model.generate in trainer.eval_step",
         )
-
-
-@enter("unknown-metric", whole=True)
-def _metric(document: Document) -> Iterator[Finding]:
-    """A callback that monitors a metric which is never computed waits for ever."""
-    if not _trains(document):
-        return  # neither callbacks nor the best checkpoint matter; the sets may be others than those of the training
-    if read(document, "trainer.eval_step") or read(document, "trainer.parts"):
-        return  # it can return any metrics; their names are not known before it runs
-    data = read(document, "data", {"eval": None})
-    if "eval" in data and data["eval"] is None:
-        return  # broken, which is reported already
-    evaluated, prefixes = "eval" in data, _list_prefixes(document)
-    names = [name for name, phases in _list_phases(document).items() if "eval" in phases]
-    parts = ["loss", *(f"loss/{name}" for name in read(document, "losses", {}))]
-    losses = {f"{prefix}/{part}" for prefix in prefixes for part in parts}
-    known = losses | {f"{prefix}/{name}" for prefix in prefixes for name in names}
-    there = f"available: {', '.join(sorted(known))}" if known else "add data.eval"
-    for name, callback in read(document, "callbacks", {}).items():
-        if not isinstance(callback, dict):
-            continue
-        if callback.get("_target_") == _EARLY_STOPPING:
-            followed = callback.get("metric", "eval/loss")
-            if isinstance(followed, str) and _leads_nowhere(followed, known, losses):
-                place = f"callbacks.{name}{'.metric' if 'metric' in callback else ''}"
-                near = difflib.get_close_matches(followed, sorted(known), n=1, cutoff=0.5)
-                meant = f'did you mean "{near[0]}"? ' if near else ""
-                yield place, f'unknown metric "{followed}"', f"{meant}{there}"
-        monitored = callback.get("monitor")
-        if isinstance(monitored, str) and monitored.startswith("eval/") and _leads_nowhere(monitored, known, losses):
-            yield f"callbacks.{name}.monitor", f'unknown metric "{monitored}"', there
-    best = read(document, "checkpoint.best")
-    chosen = best.get("metric", "eval/loss") if evaluated and isinstance(best, dict) else None
-    if isinstance(chosen, str) and _leads_nowhere(chosen, known, losses):
-        yield "checkpoint.best.metric", f'unknown metric "{chosen}"', there
-
-
-def _list_prefixes(document: Document) -> list[str]:
-    """The prefixes of the metrics of all evaluation sets: `eval`, or `eval/NAME` for each of several."""
-    sets = read(document, "data.eval")
-    if not isinstance(sets, dict):
-        return []
-    return ["eval"] if "_target_" in sets else [f"eval/{name}" for name in sets]
-
-
-def _list_phases(document: Document) -> dict[str, list[str]]:
-    """The phases (eval, train) in which each metric is computed."""
-    metrics = read(document, "metrics", {})
-    return {
-        name: (metric.get("phases") if isinstance(metric, dict) else None) or ["eval"]
-        for name, metric in metrics.items()
-    }
-
-
-def _leads_nowhere(metric: str, known: set[str], losses: set[str]) -> bool:
-    """Whether a metric is neither a known one nor `eval/NAME/KEY`, a key of the dict that a known one may return."""
-    return metric not in known and metric.rpartition("/")[0] not in known - losses
 
 
 @enter("cadence-beyond-end", severity="warning", whole=True)
@@ -299,15 +238,6 @@ def _saved(document: Document) -> Iterator[Finding]:
         )
 
 
-@enter("no-best", whole=True)
-def _best(document: Document) -> Iterator[Finding]:
-    """Which checkpoint is the best depends on a metric, which only `checkpoint.best` names."""
-    section = read(document, "checkpoint", {})
-    if read(document, "checkpoint.load_best_at_end") is True and "best" not in section:
-        hint = "add checkpoint: {best: {metric: eval/loss}}"
-        yield "checkpoint.load_best_at_end", "is set without checkpoint.best", hint
-
-
 @enter("no-averages", whole=True)
 def _averages(document: Document) -> Iterator[Finding]:
     """Only the callback EMA keeps averages of weights. Without it, loading them fails when training is done."""
@@ -316,7 +246,7 @@ def _averages(document: Document) -> Iterator[Finding]:
     callbacks = read(document, "callbacks", {}).values()
     targets = [str(callback.get("_target_")) for callback in callbacks if isinstance(callback, dict)]
     # A callback of the user's may be a subclass of EMA. The run itself checks that before its first step.
-    if _trains(document) and all(target.startswith(_OURS) and not target.endswith(".EMA") for target in targets):
+    if trains(document) and all(target.startswith(_OURS) and not target.endswith(".EMA") for target in targets):
         hint = "add callbacks: {ema: {_target_: dsjob.callbacks.EMA}}, or leave checkpoint.ema out"
         yield "checkpoint.ema", "is set, but no callback keeps averages of weights", hint
 
@@ -325,23 +255,9 @@ def _averages(document: Document) -> Iterator[Finding]:
 def _unused_averages(document: Document) -> Iterator[Finding]:
     """A job that trains loads only the best checkpoint, or that of another job, and may use their averages."""
     loads = read(document, "checkpoint.load_best_at_end") or "/" in str(read(document, "checkpoint.resume"))
-    if read(document, "checkpoint.ema") is True and _trains(document) and not loads:
+    if read(document, "checkpoint.ema") is True and trains(document) and not loads:
         hint = "set checkpoint.load_best_at_end, or give --ema to dsjob eval, predict, generate and convert"
         yield "checkpoint.ema", "has no effect, since this job loads no other weights", hint
-
-
-@enter("greatest-loss", severity="warning", whole=True)
-def _greatest_loss(document: Document) -> Iterator[Finding]:
-    """The greatest loss is the worst one. A run would keep its worst checkpoint, or stop because it improves."""
-    choosing = {"checkpoint.best": read(document, "checkpoint.best")}
-    for name, callback in read(document, "callbacks", {}).items():
-        if isinstance(callback, dict) and callback.get("_target_") == _EARLY_STOPPING:
-            choosing[f"callbacks.{name}"] = callback
-    for place, section in choosing.items():
-        if isinstance(section, dict) and section.get("mode") == "max":
-            metric = section.get("metric", "eval/loss")
-            if isinstance(metric, str) and metric.rpartition("/")[2] == "loss":
-                yield f"{place}.mode", f"max chooses the greatest {metric}", "write mode: min"
 
 
 @enter("memory-between-ranks", whole=True)
