@@ -50,10 +50,9 @@ def _describe_job(plan: Plan) -> list[tuple[str, str]]:
     model, layout = plan.model, plan.job.layout
     total, trained = count(model.weights), count(model.trainable)
     frozen = f", {trained:,} trained" if trained != total else ""
-    if model.blocks_known:
-        described = f"{plan.source}, {total:,} parameters{frozen}, {model.blocks} blocks"
-    else:
-        described = f"{total:,} parameters (--params)"
+    source = f"{plan.source}, " if not model.assumed else ""
+    shape = f"{model.blocks} blocks" if not model.assumed else f"shaped like {model.assumed}: {model.blocks} blocks"
+    described = f"{source}{total:,} parameters{frozen}, {shape}"
     samples = layout.micro_batch * layout.grad_accum * layout.world_size
     ranks = (
         f"{layout.world_size} {'data-parallel ' if layout.model_ranks > 1 else ''}rank{'s' * (layout.world_size > 1)}"

@@ -23,6 +23,7 @@ from dsjob.planning.communication import predict_checkpoint, predict_communicati
 from dsjob.planning.fit import Job
 from dsjob.planning.model import COMPRESSING, MASTER_SIZE, Layout, Model, Offload, OptimizerState, assume_state
 from dsjob.planning.report import Activations, Course, Plan, Share, find_largest
+from dsjob.planning.shapes import assume_model
 from dsjob.trust.grant import Trust
 
 _BYTES = {"fp32": 4, "bf16": 2, "fp16": 2}
@@ -80,11 +81,6 @@ def _make_plan(document: dict[str, Any], world_size: int, asked: Asked, trust: T
     layout = _read_layout(spec, world_size, asked.offload)
     notes: list[str] = []
     if asked.params is not None:
-        if layout.offload == "param":
-            raise UsageError(
-                "cannot plan offloaded parameters without the model: the device holds its largest block",
-                hint="omit --params, and plan a document that names the model",
-            )
         model, state, shares, course = _count(spec, asked.params, layout, notes)
     else:
         model, state, shares, course = _look(spec, layout, notes, trust)
@@ -218,14 +214,17 @@ def _count(spec: JobSpec, parameters: int, layout: Layout, notes: list[str]) -> 
     """A plan from the number of parameters alone. Imports nothing."""
     state, remark = assume_state(spec.optimizer)
     notes += [remark] if remark else []
-    notes.append("not included without a model: activations, blocks and their buffers, steps and learning rates")
+    model = assume_model(parameters)
+    notes.append(f"the model is assumed to have the shape of {model.assumed}; a document with the model has its own")
+    notes.append("not included without a model: activations, steps and learning rates")
     parts = layout.stages * layout.tensor
     if layout.model_ranks > 1:
         notes.append("not included without a model: what is sent between stages, and between parts of the model")
     if parts > 1:
         notes.append(f"the model is assumed to divide evenly into {parts} parts")
-    share = Share(Model.of_count(-(-parameters // parts)), Activations(reason="there is no model to look at"))
-    return Model.of_count(parameters), state, [share] * layout.stages, Course()
+    part = assume_model(parameters, stages=layout.stages, tensor=layout.tensor)
+    share = Share(part, Activations(reason="there is no model to look at"))
+    return model, state, [share] * layout.stages, Course()
 
 
 def _look(spec: JobSpec, layout: Layout, notes: list[str], trust: Trust) -> _Looked:

@@ -56,7 +56,7 @@ def predict_communication(model: Model, layout: Layout) -> tuple[Transfer, ...]:
         rest, blocks = units.get(0, 0), sum(elements for number, elements in units.items() if number)
         gathered, again = rest + blocks, 0  # `again`: elements that the backward pass of stage 3 gathers again
         if layout.stage == 3:
-            again = layout.grad_accum * (blocks if model.blocks_known else rest)
+            again = layout.grad_accum * blocks
             gathered *= layout.grad_accum
         second = layout.second or size
         reduced = sum(w.padded(size) for w in model.trainable) * size
@@ -86,7 +86,8 @@ class CheckpointSize:
 def predict_checkpoint(model: Model, layout: Layout, state: OptimizerState) -> CheckpointSize:
     """The size of a checkpoint: master weights of trained parameters, frozen parameters, and optimizer state.
 
-    Frozen parameters are saved in the model's own dtype. Headers and manifests add a few kilobytes.
+    Frozen parameters are saved in the dtype in which a rank holds them. Of replicated tensors, rank 0 writes all.
+    Headers and manifests add a few kilobytes.
     """
     model, state = keep_masters(model, layout, state)
     cast = layout.replicated and layout.compute < layout.master
@@ -96,6 +97,10 @@ def predict_checkpoint(model: Model, layout: Layout, state: OptimizerState) -> C
         weights += weight.elements * (kept if cast else weight.itemsize)
     trained = sum(w.elements * (layout.master if cast else w.itemsize) for w in model.trainable)
     state_size = round(state.copies_saved(layout.world_size) * trained) + state.per_parameter * len(model.trainable)
-    whole = weights + model.buffers + state_size
-    share = whole / count(model.weights) * sum(w.padded(layout.world_size) for w in model.weights) if whole else 0
-    return CheckpointSize(whole, round(share), MASTER_SIZE * count(model.weights), 2 * count(model.weights))
+    whole, elements = weights + model.buffers + state_size, count(model.weights)
+    if layout.replicated:
+        others = state.copies_saved(layout.world_size) - state.copies_on(layout.world_size)  # ranks' own state
+        rank = whole - round(others * trained)
+    else:
+        rank = round(whole / elements * sum(w.padded(layout.shards) for w in model.weights)) if whole else 0
+    return CheckpointSize(whole, rank, MASTER_SIZE * elements, 2 * elements)

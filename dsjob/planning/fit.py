@@ -69,7 +69,7 @@ def sweep(job: Job) -> list[Row]:
     batches = sorted({1, max(own // 2, 1), own, 2 * own, 4 * own}) if job.activations is not None else [own]
     rows = []
     for stage in range(job.layout.most_stage + 1):
-        # With offloaded parameters a device holds only the largest block. A bare parameter count has no blocks.
+        # With offloaded parameters, activations are most of what a device holds.
         offloads: tuple[Offload, ...] = ("none", "optimizer", *(("param",) if _may_offload_parameters(job) else ()))
         for offload in offloads:
             jobs = {batch: job.change(stage=stage, offload=offload, micro_batch=batch) for batch in batches}
@@ -80,7 +80,7 @@ def sweep(job: Job) -> list[Row]:
 
 
 def _may_offload_parameters(job: Job) -> bool:
-    """Whether the device's part is known, and stages of a pipeline do not rule it out."""
+    """Whether most of the device's part is known, and stages of a pipeline do not rule it out."""
     return job.activations is not None and job.layout.stages == 1
 
 

@@ -208,7 +208,7 @@ def _host_items(
 
 def _round_up(model: Model, layout: Layout, sizes: Iterable[int]) -> int:
     """Bytes on the host of tensors of these sizes. PyTorch rounds each up to a power of two in page-locked memory."""
-    if not layout.pinned or not model.blocks_known:  # a bare parameter count has no tensors
+    if not layout.pinned or model.assumed:  # a bare parameter count has no tensors of known sizes
         return sum(sizes)
     return sum(1 << (size - 1).bit_length() for size in sizes if size)
 
@@ -317,14 +317,10 @@ def _sharded_beside(model: Model, layout: Layout, state: OptimizerState, rank: i
 def _pass_items(model: Model, layout: Layout) -> list[Item]:
     """What FSDP2 holds during a pass: gathered parameters, hpZ's secondary shards, and buffers of collectives.
 
-    Collectives overlap with computation, so the buffers of two blocks may exist at once. A model that is given as a
-    bare parameter count has no known block sizes.
+    Collectives overlap with computation, so the buffers of two blocks may exist at once.
     """
     size, compute = layout.shards, layout.compute
     units = {number: sum(w.padded(size) for w in unit) * size for number, unit in model.units(layout.stage).items()}
-    if not model.blocks_known:
-        gathered = sum(units.values()) * compute if layout.stage < 3 else 0
-        return [Item("gathered parameters", gathered, gathered, 0, note="until the last backward pass of the step")]
     rest, blocks = units.pop(0, 0), list(units.values())
     largest = max(blocks, default=0)
     kept, held = (rest + sum(blocks), "until the last backward pass of the step")

@@ -16,7 +16,7 @@ MASTER_SIZE = 4  # bytes of an element of the fp32 masters
 
 @dataclass(frozen=True, slots=True)
 class Weight:
-    """One parameter. `itemsize`: bytes per element as the model is built.
+    """One parameter. `itemsize`: bytes per element as the model is built (see `keep_masters`).
 
     `unit`: the FSDP unit that shards it: 0 outside the repeated blocks, 1 and up for the blocks
     (`compute.find_blocks`). `stands_alone` decides whether a block gets its own unit.
@@ -47,17 +47,12 @@ class Weight:
 class Model:
     """The parameters of a model (tied ones counted once), and the bytes of its buffers.
 
-    `blocks_known`: false if only a number of parameters was given instead of a model.
+    `assumed`: the model whose shape is assumed, if only a number of parameters is known (`planning.shapes`).
     """
 
     weights: tuple[Weight, ...]
     buffers: int = 0
-    blocks_known: bool = True
-
-    @classmethod
-    def of_count(cls, parameters: int) -> Model:
-        """A model of which only the number of parameters is known."""
-        return cls((Weight((parameters,)),), blocks_known=False)
+    assumed: str = ""
 
     @property
     def trainable(self) -> tuple[Weight, ...]:
@@ -208,10 +203,10 @@ def count(weights: Iterable[Weight]) -> int:
 
 
 def keep_masters(model: Model, layout: Layout, state: OptimizerState) -> tuple[Model, OptimizerState]:
-    """The model in the dtype of its masters, and the state's size in elements of masters."""
-    if layout.master == MASTER_SIZE:
-        return model, state
-    weights = tuple(replace(w, itemsize=min(w.itemsize, layout.master)) for w in model.weights)
+    """The model in the dtype of its masters, whatever dtype it is built in, as `parallel.strategy.widen` casts it; and
+    the state's size in elements of masters."""
+    floats = (2, MASTER_SIZE)  # others, such as float64 and quantised weights, stay what they are
+    weights = tuple(replace(w, itemsize=layout.master) if w.itemsize in floats else w for w in model.weights)
     return replace(model, weights=weights), replace(state, copies=state.copies * layout.state / layout.master)
 
 

@@ -10,7 +10,7 @@ from typing import Any, Literal
 from dsjob.planning.communication import CheckpointSize, Transfer
 from dsjob.planning.fit import Job, Row
 from dsjob.planning.memory import MOMENTS, Memory
-from dsjob.planning.model import Model, count
+from dsjob.planning.model import Model, count, keep_masters
 
 BUILT = {"whole": "the whole model", "stage": "its stage", "share": "its share of the model"}
 
@@ -129,16 +129,17 @@ class Plan:
 
     @property
     def building(self) -> int:
-        """Bytes of host memory that a rank needs at its start, at most, when it builds the model there; in a pipeline
-        its stage, and one more parameter at a time. Tensor parallelism divides it only afterwards. A rank that
-        builds a share holds in the end that and as many bytes of shards."""
-        whole = needed = _measure(self.model)
-        sizes = (weight.elements * weight.itemsize for weight in self.model.weights)
-        largest = max(sizes, default=0) if self.model.blocks_known else 0
+        """Bytes of host memory that a rank needs at its start, at most, when it builds the model there, and if it
+        shards it, casts it to the dtype of the masters; in a pipeline its stage, and one more parameter at a time.
+        Tensor parallelism divides it only afterwards. A rank that builds a share holds in the end that and as many
+        bytes of shards."""
+        whole = needed = max(_measure(self.model), _measure_cast(self.model, self.job))
+        largest = max((weight.elements * weight.itemsize for weight in self.model.weights), default=0)
         if self.builds == "stage":
-            needed = max(_measure(job.model) * job.layout.tensor + largest for job in self.jobs)
+            sizes = (max(_measure(job.model), _measure_cast(job.model, job)) for job in self.jobs)
+            needed = max(sizes) * self.job.layout.tensor + largest
         elif self.builds == "share":
-            needed = 2 * math.ceil(whole / self.job.layout.world_size) + largest
+            needed = 2 * math.ceil(_measure(self.model) / self.job.layout.world_size) + largest
         return min(whole, needed) + self.model.buffers
 
     @property
@@ -161,6 +162,11 @@ def _measure(model: Model) -> int:
     return sum(weight.elements * weight.itemsize for weight in model.weights)
 
 
+def _measure_cast(model: Model, job: Job) -> int:
+    """Bytes of a model that is cast on the host; nothing if that happens on the device."""
+    return 0 if job.layout.replicated else _measure(keep_masters(model, job.layout, job.state)[0])
+
+
 def to_json(plan: Plan, rows: list[Row]) -> dict[str, Any]:
     """The plan as JSON values. Bytes are integers."""
     memory, layout, model = plan.memory, plan.job.layout, plan.model
@@ -170,7 +176,8 @@ def to_json(plan: Plan, rows: list[Row]) -> dict[str, Any]:
             "source": plan.source,
             "parameters": count(model.weights),
             "trainable": count(model.trainable),
-            "blocks": model.blocks if model.blocks_known else None,
+            "blocks": model.blocks,
+            "assumed": model.assumed or None,
         },
         "layout": {**asdict(layout), "precision": plan.precision},
         "memory": {

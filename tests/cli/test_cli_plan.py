@@ -64,6 +64,7 @@ def test_json_holds_the_same_plan(data: Any) -> None:
         "parameters": 842496,
         "trainable": 842496,
         "blocks": 4,
+        "assumed": None,
     }
     assert found["layout"]["stage"] == 2
     assert found["layout"]["world_size"] == 2
@@ -110,7 +111,9 @@ def test_too_little_memory_of_a_machine_is_a_warning(plan: Any, data: Any, monke
 def test_a_stage_is_built_without_the_others(data: Any) -> None:
     asked = ("--params", "70e9", "--host-memory", "1TiB", "launch.nproc=8")
     whole, stages = data(*asked), data(*asked, "pipeline.stages=8")
-    assert [found["memory"]["host_at_start"] for found in (whole, stages)] == [280 * 10**9, 35 * 10**9]
+    embedding = 4 * 128256 * 8192 * 70 / 70.55
+    assert whole["memory"]["host_at_start"] == 280 * 10**9
+    assert stages["memory"]["host_at_start"] == pytest.approx(35 * 10**9 + embedding, rel=1e-3)
     assert "each builds the whole model" in whole["warnings"][0]
     assert stages["warnings"] == []
     measured = data(*asked, "pipeline.stages=8", "pipeline.partition=time")
@@ -124,9 +127,10 @@ def test_a_stage_is_built_without_the_others(data: Any) -> None:
 def test_at_stage_3_a_rank_builds_a_share_of_a_large_model(data: Any, plan: Any) -> None:
     asked = ("--params", "70e9", "--host-memory", "1TiB", "launch.nproc=8", "zero_optimization.stage=3")
     shares = data(*asked)
-    assert shares["memory"]["host_at_start"] == 2 * 35 * 10**9
+    embedding = 4 * 128256 * 8192 * 70 / 70.55
+    assert shares["memory"]["host_at_start"] == pytest.approx(2 * 35 * 10**9 + embedding, rel=1e-3)
     assert shares["warnings"] == []
-    assert "65.2 GiB per rank: each rank builds its share of the model" in plan(*asked)[1]
+    assert "69.1 GiB per rank: each rank builds its share of the model" in plan(*asked)[1]
     groups = data(*asked, "zero_optimization.mics_shard_size=4")
     assert groups["memory"]["host_at_start"] == 280 * 10**9
 
@@ -148,7 +152,8 @@ def test_parameters_of_a_pipeline_cannot_be_offloaded(plan: Any) -> None:
 def test_a_number_of_parameters_is_shown_once(plan: Any) -> None:
     code, out, _ = plan("--params", "7B")
     assert code == 0
-    assert " model    7,000,000,000 parameters (--params) " in out
+    assert " model    7,000,000,000 parameters, shaped like Llama 3.1 8B: 32 blocks " in out
+    assert "assumed to have the shape of Llama 3.1 8B" in out
 
 
 def test_requiring_a_fit_needs_a_memory_to_fit_into(plan: Any) -> None:
@@ -161,7 +166,7 @@ def test_requiring_a_fit_needs_a_memory_to_fit_into(plan: Any) -> None:
 def test_a_number_of_parameters_stands_for_a_model(data: Any, text: str, count: float) -> None:
     found = data("--params", text, "--world-size", "8", "zero_optimization.stage=3", "bf16.enabled=true")
     assert found["model"]["parameters"] == count
-    assert found["memory"]["model_states"] == pytest.approx(16 * count / 8, rel=1e-6)
+    assert found["memory"]["model_states"] == pytest.approx(16 * count / 8, rel=1e-4)
     assert found["activations"]["whole"] is None
     assert any("activations" in note for note in found["notes"])
 

@@ -13,7 +13,7 @@ import torch
 from engines import make_engine
 from net import Net
 from ranks import run_ranks
-from torch import Tensor
+from torch import Tensor, nn
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 
@@ -79,16 +79,23 @@ def test_every_stage_moves_what_is_predicted(world_size: int) -> None:
                 assert predicted.get(kind, 0) == pytest.approx(seen.get(kind, 0), rel=0.02), f"{name}: {kind}"
 
 
+def make_half() -> nn.Module:
+    """A model as `from_pretrained` builds it from a folder in bf16, partly frozen."""
+    net = Net(1031, 67, 3).bfloat16()
+    net.blocks[0].requires_grad_(False)
+    return net
+
+
 def save(world: World, folder: str) -> list[tuple[str, int, int]]:
     rows = []
-    for stage, bf16 in itertools.product(range(4), (False, True)):
-        net = Net(1031, 67, 3)
+    for stage, bf16, half in itertools.product(range(4), (False, True), (False, True)):
+        net = make_half() if half else Net(1031, 67, 3)
         model = size_model(net)
         engine = make_engine(stage, net=net, bf16=bf16)
         tokens = torch.zeros(1, 2, dtype=torch.int64)
         engine.backward(engine(tokens, tokens))
         engine.step()
-        path = os.path.join(folder, f"{stage}-{bf16}")
+        path = os.path.join(folder, f"{stage}-{bf16}-{half}")
         engine.save_checkpoint(path)
         size = predict_checkpoint(model, make_layout(world, stage, bf16, 1), ADAM)
         rows.append((path, size.whole, size.rank))
@@ -97,11 +104,9 @@ def save(world: World, folder: str) -> list[tuple[str, int, int]]:
 
 @pytest.mark.slow
 @pytest.mark.parametrize("world_size", [1, 2, 3])
-@pytest.mark.full("3", "2")
+@pytest.mark.full("3", "1")
 def test_checkpoints_are_as_large_as_predicted(world_size: int, tmp_path: Path) -> None:
     for path, whole, rank in run_ranks(save, world_size, str(tmp_path))[0]:
         files = [file.stat().st_size for file in Path(path).rglob("*.safetensors")]
         assert whole == pytest.approx(sum(files), rel=0.02), path
-        assert rank <= whole
-        if len(files) == world_size > 1:
-            assert rank == pytest.approx(max(files), rel=0.05), path
+        assert rank == pytest.approx(max(files), rel=0.05), path

@@ -14,6 +14,7 @@ import dsjob
 from dsjob.contract.spec import Method
 from dsjob.planning.memory import Memory, predict_memory
 from dsjob.planning.model import Layout, Model, OptimizerState, Weight, assume_state, count
+from dsjob.planning.shapes import assume_model
 from dsjob.ranks.mesh import World
 
 ADAM = OptimizerState(2, 4)
@@ -208,7 +209,7 @@ def test_shards_are_those_of_torch_chunk(rows: int, world_size: int) -> None:
 
 
 def test_a_number_of_parameters_stands_for_a_model() -> None:
-    model = Model.of_count(70_000_000_000)
+    model = assume_model(70_000_000_000)
     assert count(model.weights) == 70_000_000_000
     memory = predict_memory(model, Layout(3, 64, compute=2, reduce=2), ADAM)
     assert memory.states == pytest.approx(16 * 70e9 / 64, rel=1e-6)

@@ -34,7 +34,18 @@ class TiedNet(Net):
         self.blocks[0].requires_grad_(False)
 
 
+class HalfNet(Net):
+    """As `from_pretrained` builds a model from a folder in bf16; the first block is frozen."""
+
+    def __init__(self) -> None:
+        super().__init__(VOCAB, WIDTH, BLOCKS)
+        self.to(torch.bfloat16)
+        self.blocks[0].requires_grad_(False)
+
+
 def make_net(kind: str) -> nn.Module:
+    if kind == "in bf16":
+        return HalfNet()
     return TiedNet() if kind == "tied and frozen" else Net(VOCAB, WIDTH, BLOCKS)
 
 
@@ -121,10 +132,11 @@ def compare(world: World, kind: str, reduce: str | None, whole: bool) -> list[tu
     [
         (1, "plain", "fp32", False),
         (2, "tied and frozen", None, False),
+        (2, "in bf16", None, False),
         *(
             pytest.param(world_size, kind, reduce, True, marks=pytest.mark.full)
             for world_size in (1, 2, 3)
-            for kind, reduce in (("plain", "fp32"), ("plain", None), ("tied and frozen", None))
+            for kind, reduce in (("plain", "fp32"), ("plain", None), ("tied and frozen", None), ("in bf16", None))
         ),
     ],
 )
