@@ -14,6 +14,7 @@ from dsjob.compute.loss_scale import LossScaler
 from dsjob.compute.precision import Precision
 from dsjob.compute.verdict import Verdict, can_decide
 from dsjob.contract.spec import EngineSpec
+from dsjob.errors import UsageError
 from dsjob.optim.narrow import find_kept
 from dsjob.parallel import Strategy
 from dsjob.ranks.agreement import all_gather
@@ -35,6 +36,8 @@ class Update:
         self.norm: Tensor | None = None
         self.divisor: Tensor | None = None
         self.applied: bool | None = False
+        # The optimizer does not have them. A program may train them later by mistake.
+        self._frozen = [(name, tensor) for name, tensor in strategy.shown() if not tensor.requires_grad]
         self._verdict: Verdict | None = None  # the device's decision about the last step, until the host reads it
 
     @property
@@ -62,8 +65,10 @@ class Update:
     def take(self, optimizer: Optimizer, schedule: LRScheduler | None, lr_kwargs: Mapping[str, Any]) -> None:
         """Steps `optimizer`, and then `schedule`, or skips both. Gradients are reduced already.
 
-        Raises LossScaleError if the loss scale would fall below its minimum.
+        Raises LossScaleError if the loss scale would fall below its minimum, UsageError if a parameter has a gradient
+        that the optimizer does not have.
         """
+        self._refuse_thawed()
         self.norm, self.divisor = self._clip(), None
         if self.skips and self.scaler is None and self._strategy.guard is None and _can_decide(optimizer):
             self._take_unread(optimizer, schedule, lr_kwargs, self.norm.isfinite())
@@ -80,6 +85,16 @@ class Update:
         if schedule is not None and not overflow:
             schedule.step(**lr_kwargs)
         self.applied = not overflow
+
+    def _refuse_thawed(self) -> None:
+        thawed = {name for name, tensor in self._frozen if tensor.requires_grad and tensor.grad is not None}
+        if thawed:
+            more = f" and {len(thawed) - 1} more" if len(thawed) > 1 else ""
+            raise UsageError(
+                f"the optimizer lacks parameters that have gradients: {min(thawed)}{more}; they were frozen when the"
+                " engine was built",
+                hint="build the engine while they are trainable, and freeze them afterwards, which keeps their values",
+            )
 
     def _clip(self) -> Tensor:
         """Unscales and clips the gradients, and returns their norm before clipping (0-dim)."""

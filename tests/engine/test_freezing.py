@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import itertools
+import re
 from collections.abc import Callable, Iterator
 
 import pytest
@@ -12,6 +13,7 @@ from ranks import run_ranks
 from torch import Tensor, nn
 
 from dsjob.engine.engine import Engine
+from dsjob.errors import UsageError
 from dsjob.parallel.zero import GatheredParameters
 from dsjob.ranks.mesh import World
 
@@ -149,3 +151,41 @@ def test_parameters_frozen_for_passes_without_gradients_are_trained(stage: int) 
     for state in run_ranks(train_beside_a_reference, 2, stage):
         for name, weight in net.named_parameters():
             torch.testing.assert_close(state[name], weight.detach(), rtol=0, atol=2e-5, msg=name)
+
+
+OFFLOADED = {"stage": 2, "offload_optimizer": {"device": "cpu"}}
+THAWED = [(0, {}), (0, {"bf16": True}), (1, {}), (2, {"bf16": True}), (3, {}), (2, {"zero_optimization": OFFLOADED})]
+
+
+def thaw_after_building(world: World) -> list[str]:
+    """What the step says that follows on each thaw, by row of THAWED; the steps before it are taken."""
+    told = []
+    for stage, config in THAWED:
+        net = build_net()
+        set_trained(net, False)
+        engine = make_engine(stage, net=net, accumulation=ACCUMULATION, **config)
+
+        def take_step(engine: Engine = engine) -> None:
+            for rows in make_tokens(0, ROWS)[0].chunk(ACCUMULATION):
+                engine.backward(engine(rows, rows))
+                engine.step()
+
+        take_step()
+        set_trained(engine.module, True)
+        with torch.no_grad():
+            engine(*make_tokens(0, 2))  # adapters of a reference are thawed for such passes
+        set_trained(engine.module, False)
+        take_step()
+        set_trained(engine.module, True)
+        with pytest.raises(UsageError) as error:
+            take_step()
+        told.append(error.value.message)
+        engine.destroy()
+    return told
+
+
+@pytest.mark.parametrize("ranks", [1, 2])
+def test_what_was_frozen_when_the_engine_was_built_is_not_left_alone_in_silence(ranks: int) -> None:
+    for told in run_ranks(thaw_after_building, ranks):
+        for message in told:
+            assert re.search(r"blocks\.0\.\S+ and \d+ more; they were frozen when the engine was built", message)
