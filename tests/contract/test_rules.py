@@ -37,6 +37,11 @@ def optimizer(name: str, **params: Any) -> dict[str, Any]:
     return {"optimizer": {"type": name, "params": params}}
 
 
+def with_head(**keys: Any) -> dict[str, Any]:
+    method = {"type": "Adam", "params": {"lr": 0.1}, "param_groups": {"head": {"match": "head.*", **keys}}}
+    return {"optimizer": method}
+
+
 def course(**keys: Any) -> dict[str, Any]:
     return {"trainer": {"micro_batch": 4, "max_steps": 10, **keys}}
 
@@ -380,6 +385,60 @@ JOBS: list[tuple[str, dict[str, Any], str, dict[str, Any]]] = [
         {**optimizer("Adam", lr=0.1), **schedule("WarmupLR", warmup_max_lr=0.2)},
         "optimizer.params.lr",
         {**optimizer("Adam", lr=0.1), **schedule("WarmupLR")},
+    ),
+    (
+        "rate-overruled",
+        {**optimizer("Adam", lr=0.1), **schedule("OneCycle", cycle_min_lr=0.2, cycle_max_lr=0.3)},
+        "optimizer.params.lr",
+        {**optimizer("Adam", lr=0.3), **schedule("OneCycle", cycle_min_lr=0.2, cycle_max_lr=0.3)},
+    ),
+    (
+        "rate-overruled",
+        {**optimizer("Adam", lr=0.1), **schedule("LRRangeTest")},
+        "optimizer.params.lr",
+        {**optimizer("Adam", lr=0.001), **schedule("LRRangeTest")},
+    ),
+    (
+        "rate-overruled",
+        {**optimizer("SGD", lr=0.1), **schedule("OneCycleLR", max_lr=0.3, total_steps=9)},
+        "optimizer.params.lr",
+        {**optimizer("SGD", lr=0.1), **schedule("CyclicLR", base_lr=0.1, max_lr=0.3)},
+    ),
+    (
+        "rate-overruled",
+        {**with_head(lr=0.2), **schedule("WarmupLR", warmup_max_lr="auto")},
+        "optimizer.param_groups.head.lr",
+        {**with_head(lr=0.2), **schedule("WarmupLR")},
+    ),
+    (
+        "rate-overruled",
+        {**with_head(lr=0.2), **schedule("OneCycle", cycle_min_lr=0.1, cycle_max_lr=[0.3, 0.4])},
+        "optimizer.param_groups.head.lr",
+        {**with_head(lr=0.2), **schedule("OneCycle", cycle_min_lr=[0.1, 0.2], cycle_max_lr=[0.3, 0.4])},
+    ),
+    (
+        "rate-overruled",
+        {**optimizer("Muon", muon_lr=0.02, adam_lr=0.001), **schedule("WarmupDecayLR")},
+        "optimizer.params.muon_lr",
+        {**optimizer("Muon", muon_lr=0.02, adam_lr=0.001), **schedule("WarmupCosineLR")},
+    ),
+    (
+        "rate-overruled",
+        {**optimizer("Muon", muon_lr=0.02, adam_lr=0.001), **schedule("WarmupLR", warmup_max_lr=0.02)},
+        "optimizer.params.adam_lr",
+        {**optimizer("Muon", muon_lr=0.02, adam_lr=0.001), **schedule("WarmupLR", warmup_max_lr=[0.02, 0.001])},
+    ),
+    (
+        "rate-overruled",
+        {
+            "optimizer": {"_target_": "torch.optim.SGD", "lr": 0.1},
+            "scheduler": {"_target_": "torch.optim.lr_scheduler.OneCycleLR", "max_lr": 0.3},
+        },
+        "optimizer.lr",
+        {
+            "optimizer": {"_target_": "torch.optim.SGD", "lr": 0.1},
+            "scheduler": {"_target_": "mine.OneCycleLR", "max_lr": 0.3},
+        },
     ),
     (
         "warmup-backwards",

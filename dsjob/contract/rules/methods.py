@@ -4,8 +4,10 @@ from __future__ import annotations
 
 import difflib
 from collections.abc import Iterator
+from typing import Any
 
 from dsjob.contract.lengths import read_length
+from dsjob.contract.paths import Path
 from dsjob.contract.rules.table import Document, Finding, enter, read, read_number, read_params
 from dsjob.contract.torch_names import OPTIMIZERS, SCHEDULES
 
@@ -92,21 +94,64 @@ def _closure(document: Document) -> Iterator[Finding]:
 
 @enter("rate-overruled", severity="warning")
 def _rate(document: Document) -> Iterator[Finding]:
-    """A warm-up to warmup_max_lr sets the learning rate itself, so optimizer.params.lr is never used.
-
-    Without warmup_max_lr, WarmupDecayLR warms up to 0.001, regardless of the optimizer's rate.
+    """Some schedules set the learning rates of all parameter groups themselves, so those of the optimizer and of its
+    groups are never used. WarmupDecayLR does so without warmup_max_lr, too: it then warms up to 0.001.
     """
-    own = read_number(read_params(document, "optimizer").get("lr"))
-    kind, params = read(document, "scheduler.type"), read_params(document, "scheduler")
-    highest = {"WarmupDecayLR": ("warmup_max_lr", 0.001), "WarmupLR": ("warmup_max_lr", None)}.get(str(kind))
-    if highest is None or own is None:
+    kind, params, below = _read_method(document, "scheduler")
+    verb, names = _SETTING.get(kind, ("", {}))
+    own = read_number(_read_method(document, "optimizer")[1].get("lr"))
+    rates = {name: _list_rates(params.get(name, default), own) for name, default in names.items()}
+    if not rates or not all(rates.values()):  # not set, so groups keep their own, or unknown
         return
-    name, default = highest
-    rate = read_number(params.get(name, default))
-    if rate is not None and rate != own:
-        given = "" if name in params else " (the default)"
-        message = f"{own:g} is never used: {kind} warms up to {name} {rate:g}{given}"
-        yield "optimizer.params.lr", message, f"to use it, set scheduler.params.{name}: {own:g}"
+    shown = [
+        f"{name} {', '.join(f'{rate:g}' for rate in found)}{'' if name in params else ' (the default)'}"
+        for name, found in rates.items()
+    ]
+    for place, rate in _list_given_rates(document):
+        if rate not in [each for found in rates.values() for each in found]:
+            message = f"{rate:g} is never used: {kind} {verb} {' and '.join(shown)}"
+            key = ".".join(map(str, (*below, list(names)[-1])))
+            several = place[-1] != "lr" or "param_groups" in place
+            value = " to a list with a rate for each parameter group" if several else f": {rate:g}"
+            yield place, message, f"to use it, set {key}{value}"
+
+
+_SETTING: dict[str, tuple[str, dict[str, float | None]]] = {  # what sets rates, the arguments that do, their defaults
+    "WarmupLR": ("warms up to", {"warmup_max_lr": None}),
+    "WarmupDecayLR": ("warms up to", {"warmup_max_lr": 0.001}),
+    "LRRangeTest": ("starts at", {"lr_range_test_min_lr": 0.001}),
+    "OneCycle": ("moves between", {"cycle_min_lr": None, "cycle_max_lr": None}),
+    "OneCycleLR": ("rises to", {"max_lr": None}),
+    "CyclicLR": ("moves between", {"base_lr": None, "max_lr": None}),
+}
+
+
+def _read_method(document: Document, section: str) -> tuple[str, dict[str, Any], Path]:
+    """The name of an optimizer or schedule, its arguments, and where these are."""
+    method = read(document, section, {})
+    target = str(method.get("_target_", ""))
+    if target.startswith("torch.optim."):
+        return target.rpartition(".")[2], method, (section,)
+    return str(method.get("type")), read_params(document, section), (section, "params")
+
+
+def _list_rates(value: Any, own: float | None) -> list[float]:
+    """The rates that an argument of a schedule sets; "auto" stands for the optimizer's `own`."""
+    values = value if isinstance(value, list) else [own if value == "auto" else value]
+    return [rate for each in values if (rate := read_number(each)) is not None]
+
+
+def _list_given_rates(document: Document) -> Iterator[tuple[Path, float]]:
+    """The rates that a document gives to an optimizer and its groups, each with its place."""
+    _, params, below = _read_method(document, "optimizer")
+    for key in ("lr", "muon_lr", "adam_lr"):
+        if (rate := read_number(params.get(key))) is not None:
+            yield (*below, key), rate
+    groups = read(document, "optimizer.param_groups", {})
+    for name, rule in groups.items() if isinstance(groups, dict) else ():
+        rate = read_number(rule.get("lr")) if isinstance(rule, dict) else None
+        if rate is not None:
+            yield ("optimizer", "param_groups", name, "lr"), rate
 
 
 @enter("warmup-backwards", severity="warning")
