@@ -9,6 +9,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
+from dsjob.checkpoint.pretrained.vocabularies import check_tokenizers
 from dsjob.contract.deepspeed_keys import find_origin
 from dsjob.document.origins import Composed
 from dsjob.document.places import place_problems
@@ -58,7 +59,7 @@ def check_composed(
         return Checked(None, [*unread, *found, *error.warnings], untrusted)
     config = composed.document.get("deepspeed") or {}
     missing = place_problems(
-        list(find_missing(resolved.document)),
+        [*find_missing(resolved.document), *check_tokenizers(resolved.document)],
         lambda path: composed.locate(find_origin(path, composed.document, config)),
     )
     return Checked(

@@ -10,7 +10,7 @@ from __future__ import annotations
 import math
 import os
 import re
-from collections.abc import Iterator
+from collections.abc import Collection, Iterator
 from typing import Any
 
 from dsjob.checkpoint.format import zero_to_fp32 as layout
@@ -23,7 +23,7 @@ FILES = {
 }  # fmt: skip
 MOST_BYTES = 64 << 20  # of all files together, which are held in memory; a vocabulary of 262,144 has about 40 MB
 COPIES = "add --tokenizer FOLDER to copy one from FOLDER"
-_LOADER = re.compile(r".*(Tokenizer(Fast)?|Processor|FeatureExtractor)\.from_pretrained")
+LOADER = re.compile(r".*(Tokenizer(Fast)?|Processor|FeatureExtractor)\.from_pretrained")
 _HUB_NAME = re.compile(rf"{layout.NAME.pattern}(/{layout.NAME.pattern})?")
 
 
@@ -68,12 +68,21 @@ def find_tokenizer(job: Any, root: str) -> tuple[dict[str, bytes], str]:
     return files, f"copied the job's tokenizer {_show(name)} from {place}"
 
 
+def find_files(name: str, revision: str | None = None, wanted: Collection[str] = FILES) -> dict[str, bytes]:
+    """The tokenizer's files, or other `wanted` ones, in a folder, or of a name on the hub from the cache of its client.
+    Empty if they are not on this machine, or cannot be read."""
+    try:
+        return _read(name, name, wanted=wanted) if os.path.isdir(name) else _read_cached(name, revision, wanted)
+    except (OSError, UsageError, ValueError):
+        return {}
+
+
 def _find_names(value: Any) -> Iterator[tuple[str, str | None]]:
     """The tokenizers that a document names, and their revisions: arguments `tokenizer`, and the first argument of
     calls to `from_pretrained`."""
     if isinstance(value, dict):
         name, revision = value.get("tokenizer"), None  # a `revision` beside it may belong to a model or dataset
-        if _LOADER.fullmatch(str(value.get("_target_"))):
+        if LOADER.fullmatch(str(value.get("_target_"))):
             listed, revision = value.get("_args_"), value.get("revision")
             name = listed[0] if isinstance(listed, list) and listed else value.get("pretrained_model_name_or_path")
         if isinstance(name, str) and name:
@@ -82,11 +91,11 @@ def _find_names(value: Any) -> Iterator[tuple[str, str | None]]:
         yield from _find_names(item)
 
 
-def _read(folder: str, inside: str, most: int | None = MOST_BYTES) -> dict[str, bytes]:
-    """Reads those of FILES that are in a folder. Raises UsageError if a link points outside `inside`, or if they have
-    more than `most` bytes together."""
+def _read(folder: str, inside: str, most: int | None = MOST_BYTES, wanted: Collection[str] = FILES) -> dict[str, bytes]:
+    """Reads those of the `wanted` files that are in a folder. Raises UsageError if a link points outside `inside`, or
+    if they have more than `most` bytes together."""
     root, files, room = layout.Folder(inside), dict[str, bytes](), math.inf if most is None else most
-    for name in sorted(FILES.intersection(os.listdir(folder))):
+    for name in sorted(set(wanted).intersection(os.listdir(folder))):
         place = os.path.join(folder, name)
         try:
             with root.open_file(os.path.abspath(place)) as file:
@@ -105,17 +114,17 @@ def _read(folder: str, inside: str, most: int | None = MOST_BYTES) -> dict[str, 
     return files
 
 
-def _read_cached(name: str, revision: str | None) -> dict[str, bytes]:
-    """The files of a tokenizer on the hub, from the cache of the hub's client. Empty if they are not cached."""
+def _read_cached(name: str, revision: str | None, wanted: Collection[str] = FILES) -> dict[str, bytes]:
+    """The `wanted` files of a name on the hub, from the cache of the hub's client. Empty if they are not cached."""
     if not _HUB_NAME.fullmatch(name) or not layout.NAME.fullmatch(revision or "main"):
         return {}
     try:
         from huggingface_hub import try_to_load_from_cache
     except ImportError:
         return {}
-    found = (try_to_load_from_cache(name, file, revision=revision) for file in sorted(FILES))
+    found = (try_to_load_from_cache(name, file, revision=revision) for file in sorted(wanted))
     folder = next((os.path.dirname(path) for path in found if isinstance(path, str)), None)
-    return _read(folder, "/") if folder else {}
+    return _read(folder, "/", wanted=wanted) if folder else {}
 
 
 def _show(name: str) -> str:

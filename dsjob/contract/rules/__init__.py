@@ -85,6 +85,9 @@ _SHAPE = {
     "job-document": "dsjob.initialize takes a DeepSpeed config; a job document can only be run by dsjob run.",
     "another-job": "The output folder holds the run of another model or dataset, which this run would resume.",
     "missing-package": "The monitor needs a package that is not part of dsjob's own dependencies.",
+    "foreign-tokenizer": "A pretrained model knows the ids of its own tokenizer. With those of another one it trains "
+    "without an error, and forgets what it has learnt.",
+    "two-tokenizers": "An evaluation on other ids than those of the training says nothing about the model.",
     "auto": '"auto" stands for a value that is derived from others, but those are missing.',
 }
 EXPLANATIONS: dict[str, str] = {**_SHAPE, **{name: rule.reason for name, rule in RULES.items()}}
