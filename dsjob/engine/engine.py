@@ -43,6 +43,26 @@ OWN_WORDS = {
 }
 
 
+class Config(dict[str, Any]):
+    """An engine's DeepSpeed config. Attributes that a dict lacks are looked up in the model's own `config`: methods
+    written for Hugging Face's Trainer, whose model is no engine, read `self.model.config.num_labels`."""
+
+    def __init__(self, values: Mapping[str, Any], model: nn.Module) -> None:
+        super().__init__(values)
+        self._model = model
+
+    def __getattr__(self, name: str) -> Any:
+        if name.startswith("_"):
+            raise AttributeError(name)
+        try:
+            return getattr(self._model.config, name)
+        except AttributeError:
+            raise AttributeError(f"neither the DeepSpeed config nor that of the model has {name!r}") from None
+
+    def __reduce__(self) -> Any:  # copies are dicts, without the model
+        return dict, (dict(self),)
+
+
 class Engine(Saving):
     """Trains one model. Created by `dsjob.initialize`.
 
@@ -71,7 +91,7 @@ class Engine(Saving):
     ) -> None:
         self.strategy, self.spec, self.world, self.precision = strategy, spec, world, precision
         self.optimizer, self.lr_scheduler = optimizer, lr_scheduler
-        self.config = config or {}
+        self.config: Mapping[str, Any] = Config(config or {}, strategy.module)
         # 1-bit optimizers decide before each step whether the strategy reduces gradients.
         strategy.optimizer = optimizer
         # Gradients are reduced to the mean over ranks. Multiplying by this factor gives their sum.

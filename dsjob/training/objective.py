@@ -67,7 +67,7 @@ class Objective:
 
     terms: the losses; empty if the model returns its loss. shifts: whether the model shifts labels by one.
     makes_inputs: whether the model makes the inputs of its decoder from the targets. own_loss, own_prediction: the
-    methods compute_loss and prediction_step of a Trainer that replaces them.
+    methods compute_loss and prediction_step of a Trainer that replaces them; the latter also receives `needs_loss`.
     """
 
     inputs: Selection | None = None
@@ -145,7 +145,7 @@ class Objective:
         user's returned."""
         if self.own_prediction is None:
             return (*self.compute(model, batch), batch)
-        loss, outputs, labels = self._predict_own(model, batch)
+        loss, outputs, labels = self._predict_own(model, batch, needs_loss=True)
         if loss is None:
             raise ContractError(
                 "prediction_step returned no loss in an evaluation", hint="return (loss, logits, labels)"
@@ -153,12 +153,33 @@ class Objective:
         return outputs, [read_loss(loss, self.own_prediction)], _add_labels(batch, labels)
 
     def answer(self, model: Callable[..., Any], batch: Any) -> Any:
-        """The model's output in prediction, for which the batch needs no targets."""
-        return self.call(model, batch) if self.own_prediction is None else self._predict_own(model, batch)[1]
+        """The model's output in prediction, for which the batch needs no targets.
 
-    def _predict_own(self, model: Callable[..., Any], batch: Any) -> tuple[Any, Any, Any]:
+        A compute_loss of the user's knows how to call the model. Without its targets it fails, and the model receives
+        the batch as it is.
+        """
+        if self.own_prediction is not None:
+            return self._predict_own(model, batch, needs_loss=False)[1]
+        if self.own_loss is None:
+            return self.call(model, batch)
+        if self.has_targets(batch):
+            return self.compute(model, batch)[0]
+        try:
+            return self.compute(model, batch)[0]
+        except (AttributeError, KeyError, TypeError):
+            return self.call(model, batch)
+
+    def has_targets(self, batch: Any) -> bool:
+        """Whether a batch has the targets that the document names, or else `labels`."""
+        chosen = [each for each in (self.targets, *(term.targets for term in self.terms)) if each is not None]
+        if isinstance(batch, Mapping):
+            wanted = {key for each in chosen for key in each.tops}
+            return wanted <= batch.keys() if wanted else bool({"labels", "shift_labels"} & batch.keys())
+        return bool(chosen)
+
+    def _predict_own(self, model: Callable[..., Any], batch: Any, *, needs_loss: bool) -> tuple[Any, Any, Any]:
         assert self.own_prediction is not None
-        given = self.own_prediction(model, copy_batch(batch))
+        given = self.own_prediction(model, copy_batch(batch), needs_loss=needs_loss)
         if not isinstance(given, tuple) or len(given) != 3:
             found = f"{type(given).__name__}{f' of {len(given)}' if isinstance(given, tuple) else ''}"
             raise ContractError(f"prediction_step returned {found}", hint="return (loss, logits, labels)")

@@ -156,12 +156,12 @@ class Trainer:
         """(loss, logits, labels) of a micro batch in evaluation and prediction, without gradients. Labels may be None;
         if they are not, metrics receive them as `labels` of the batch. The loss may be None in prediction.
 
-        By default, calls `compute_loss`, or only the model if the batch has no targets.
+        By default, calls `compute_loss`; in prediction, without the targets that it needs, only the model.
         """
         own = self._parts.own
         labels = inputs.get("labels") if isinstance(inputs, Mapping) else None
-        if own.count(inputs) is None and not own.losses:
-            outputs: Any = own.call(model, inputs)
+        if not self._parts.needs_loss and not own.has_targets(inputs):
+            outputs: Any = own.answer(model, inputs)
             return None, own.predict(outputs).value, labels
         outputs, losses = own.compute(model, inputs)
         loss = own.add([each.mean for each in losses])
@@ -191,6 +191,7 @@ class Parts:
     measures: Measures  # of training
     part: Part  # of the micro batch
     named: Mapping[str, Tensor]  # the losses by name of the last training_step, if there are several
+    needs_loss: bool = False  # whether prediction_step is called in an evaluation
     evaluator: Evaluator
     predictor: Predictor
     run: Run
@@ -218,8 +219,12 @@ class Parts:
         self.engines, self.objective, self.measures = engines, objective, measures
         loss = self.trainer.compute_loss if self.overrides("compute_loss") else None
         self.own = dataclasses.replace(objective, own_loss=loss)
-        prediction = self.trainer.prediction_step if self.overrides("prediction_step") else None
+        prediction = self._run_prediction_step if self.overrides("prediction_step") else None
         return dataclasses.replace(self.own, own_prediction=prediction)
+
+    def _run_prediction_step(self, engine: Engine, batch: Any, *, needs_loss: bool) -> Any:
+        self.needs_loss = needs_loss
+        return self.trainer.prediction_step(engine, batch)
 
     def attach(self, run: Run) -> None:
         """Tells the methods the run."""

@@ -188,7 +188,7 @@ class Trial:
         outputs = None
         if self.generator is not None:
             outputs = self._generate(batch)
-        elif self.step is not None or self.parts.overrides("prediction_step"):
+        elif self.step is not None or any(map(self.parts.overrides, ("prediction_step", "compute_loss"))):
             if self.engines is not None:
                 with _blaming(_STEP if self.step is not None else _PARTS):
                     first = self.engines.first

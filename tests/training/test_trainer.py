@@ -2,18 +2,24 @@
 
 from __future__ import annotations
 
+import copy
 import json
+import pickle
 from pathlib import Path
 from typing import Any
 
+import multilabel
 import pytest
+import small_jobs
 import token_jobs
 import torch
 import trainer_parts
+from engines import make_engine
 from job_documents import find_problems
 from ranks import run_ranks
 
 import dsjob
+from dsjob.checkpoint.offline.convert import read_weights
 from dsjob.errors import ContractError
 from dsjob.ranks.mesh import World
 from dsjob.training.trainer import METHODS
@@ -27,7 +33,7 @@ def make_document(folder: str, parts: str, *, size: int, stage: int, **more: Any
         folder, micro_batch=size, stage=stage, trainer={"parts": {"_target_": f"trainer_parts.{parts}", **more}}
     )
     if parts == "OwnRun":
-        document["checkpoint"]["best"] = {"metric": "eval/mine"}
+        document["checkpoint"]["best"] = {"metric": "eval/mine", "mode": "min"}
     return document
 
 
@@ -172,3 +178,56 @@ def test_parts_are_checked_like_every_target() -> None:
         {**token_jobs.make_document("x"), "trainer": {"max_steps": 1, "train_batch": 8, "parts": "mine.Trainer"}}
     )
     assert (problem.dotted, problem.rule) == ("trainer.parts", "type")
+
+
+@pytest.mark.parametrize("rounding", [False, True])
+@pytest.mark.parametrize("there", [True, False])
+@pytest.mark.parametrize(
+    ("model", "parts", "targets"),
+    [("Net", "MultilabelTrainer", "labels"), ("Net", "Tags", "tags"), ("Kept", "Tags", "tags")],
+)
+def test_predictions_call_the_model_as_compute_loss_does(
+    tmp_path: Path, model: str, parts: str, targets: str, there: bool, rounding: bool
+) -> None:
+    """The model does not take the targets, which the test set may lack. The default prediction_step knows it, too."""
+    named = {key: {"_target_": "multilabel.samples", "targets": targets} for key in ("train", "eval")}
+    test = {"_target_": "multilabel.samples", "n": 5, "targets": targets if there else None}
+    parts = f"Rounding{parts.removesuffix('Trainer')}" if rounding else parts
+    sections: dict[str, Any] = {
+        "model": {"_target_": f"multilabel.{model}"},
+        "data": {**named, "test": test},
+        "trainer": {"max_steps": 1, "parts": {"_target_": f"multilabel.{parts}"}},
+        "tasks": ["train", "predict"],
+        "callbacks": {},
+    }
+    small_jobs.train(tmp_path, **sections)
+    assert "eval/loss" in (tmp_path / "metrics.jsonl").read_text()
+    lines = (tmp_path / "predictions-test.jsonl").read_text().splitlines()
+    found = torch.tensor([json.loads(line)["logits"] for line in lines])
+    layer = torch.nn.Linear(8, 4)
+    weights = read_weights(str(tmp_path))
+    layer.load_state_dict({name: weights[f"layer.{name}"] for name in ("weight", "bias")})
+    expected = layer(torch.stack([each["x"] for each in multilabel.samples(5)])).detach()
+    torch.testing.assert_close(found, expected.round() if rounding else expected)
+
+
+def test_an_evaluation_needs_a_loss_whatever_the_batch_is(tmp_path: Path) -> None:
+    """super().prediction_step of a batch without keys, whose targets nobody sees."""
+    sections: dict[str, Any] = {
+        "model": {"_target_": "multilabel.Positional"},
+        "data": {"train": {"_target_": "multilabel.pairs"}, "eval": {"_target_": "multilabel.pairs"}},
+        "outputs": [1],
+        "trainer": {"max_steps": 1, "parts": {"_target_": "multilabel.Rounding"}},
+        "callbacks": {},
+    }
+    small_jobs.train(tmp_path, **sections)
+    assert json.loads((tmp_path / "result.json").read_text())["metrics"]["eval/loss"] > 0
+
+
+def test_the_config_of_an_engine_knows_that_of_the_model() -> None:
+    engine = make_engine(0, net=multilabel.Net())
+    assert (engine.config.num_labels, engine.config["train_batch_size"]) == (4, engine.rhythm.train_batch)
+    with pytest.raises(AttributeError, match="neither the DeepSpeed config nor that of the model has 'labels'"):
+        _ = engine.config.labels
+    for copied in (copy.deepcopy(engine.config), pickle.loads(pickle.dumps(engine.config))):
+        assert (type(copied), copied) == (dict, engine.config)
