@@ -5,6 +5,7 @@ from __future__ import annotations
 import os
 import warnings
 from collections.abc import Callable, Iterator, Mapping, MutableMapping
+from contextlib import contextmanager
 from typing import Any
 
 import torch
@@ -19,9 +20,12 @@ from dsjob.checkpoint.pretrained.configuration import describe_pretrained
 from dsjob.contract.paths import get_at
 from dsjob.engine.readings import Readings
 from dsjob.errors import CheckpointError, NoCheckpointError, UsageError
+from dsjob.parallel import Strategy
+from dsjob.parallel.strategy import broadcast
 from dsjob.parallel.zero import GatheredParameters
 from dsjob.ranks.agreement import all_gather
 from dsjob.ranks.joint import Meetings
+from dsjob.torch_private import own_parameters
 
 _SAVED_BY_ALL = (
     "every rank must call it, because each one saves its own part: move it out of `if rank == 0:`. The ranks do not "
@@ -168,8 +172,11 @@ class Saving(Readings):
             raise UsageError("custom_load_fn needs whole layers, but tensor_parallel divides them", hint="omit it")
 
         def take(weights: dict[str, Tensor]) -> None:
+            # After an evaluation, or if the engine keeps parameters gathered, the model shows tensors that its own
+            # methods, such as load_state_dict, would exchange for shards in the middle.
+            self.strategy.free_gathered()
             # Ranks gather whole parameters, which are sharded again on exit. Rank 0's values win.
-            with GatheredParameters(module, modifier_rank=0):
+            with _widened(self.strategy) as others, GatheredParameters(others, modifier_rank=0):
                 custom_load_fn(src=weights, dst=module)
 
         return take
@@ -284,6 +291,34 @@ class Saving(Readings):
             if mode == "warn" and everyone.rank == 0:
                 warnings.warn(f"{message}; using rank 0's", stacklevel=3)
         return tags[0]
+
+
+@contextmanager
+def _widened(strategy: Strategy) -> Iterator[list[nn.Parameter]]:
+    """Within the block, a replicated model in low precision has parameters in the precision of its masters, which
+    become the masters at the end. Rank 0's values win. Yields all other parameters.
+
+    They are new parameters: a changed dtype would take DDP's hooks away from the model's own.
+    """
+    masters, module = strategy.masters, strategy.module
+    named = {name: p for name, p in module.named_parameters() if not isinstance(p, DTensor)}
+    low = {name: p for name, p in named.items() if masters.get(name, p) is not p}
+    wide = {p: nn.Parameter(masters[name].detach().to(p.device, copy=True)) for name, p in low.items()}
+    others = [p for p in module.parameters() if p not in wide]
+    found = [(own_parameters(each), key, p) for each in module.modules() for key, p in own_parameters(each).items()]
+    places = [(own, key, p) for own, key, p in found if p in wide]
+    for own, key, p in places:
+        own[key] = wide[p]
+    try:
+        yield others
+    finally:
+        for own, key, p in places:
+            own[key] = p
+    if wide and strategy.world.data_size > 1:
+        broadcast([value.data for value in wide.values()], strategy.world)
+    for name, p in low.items():
+        masters[name].data.copy_(wide[p].data)
+    strategy.weights_changed()
 
 
 def find_aliases(module: nn.Module) -> dict[str, str]:

@@ -7,10 +7,11 @@ from typing import Any
 
 import pytest
 import torch
-from engines import build_net, make_engine, train_engine, whole_state
+from engines import build_net, make_config, make_engine, make_tokens, train_engine, whole_state
 from ranks import run_ranks
 from torch import Tensor, nn
 
+import dsjob.deepspeed
 from dsjob.ranks.mesh import World
 
 
@@ -69,3 +70,44 @@ def test_weights_go_into_another_model(tmp_path: Path, stage: int) -> None:
     for state in run_ranks(load_plainly, 2, str(tmp_path), stage):
         assert state.keys() == expected.keys()
         assert all(torch.equal(value, expected[name]) for name, value in state.items())
+
+
+def copy_parameters(src: dict[str, Tensor], dst: nn.Module) -> None:
+    for name, parameter in dst.named_parameters():
+        assert parameter.shape == src[name].shape
+        parameter.data.copy_(src[name])
+
+
+def fill_state(src: dict[str, Tensor], dst: nn.Module) -> None:
+    own = dst.state_dict()
+    own.update(src)
+    dst.load_state_dict(own)
+
+
+def load_in_every_way(world: World, folder: str) -> list[tuple[str, bool]]:
+    """Whether the next step is that of the engine that has saved; also after an evaluation, which leaves parameters
+    gathered, and with an engine that always keeps them so."""
+    rows = []
+    for number, (stage, bf16) in enumerate(((0, True), (1, False), (2, True), (3, False))):
+        saving = make_engine(stage, bf16=bf16)
+        train_engine(saving, 0, 1)
+        saving.save_checkpoint(folder)
+        train_engine(saving, 1, 1)
+        expected = whole_state(saving)
+        config = make_config(stage, bf16=bf16)
+        for initialize in (dsjob.initialize, dsjob.deepspeed.initialize):
+            function = (fill_state, copy_parameters)[(number + (initialize is dsjob.initialize)) % 2]
+            engine = initialize(model=build_net(), config=config)[0]
+            with torch.no_grad():
+                engine(*make_tokens(7, 2))
+            engine.load_checkpoint(folder, custom_load_fn=function)
+            train_engine(engine, 1, 1)
+            found = whole_state(engine)
+            same = all(torch.equal(found[name], value) for name, value in expected.items())
+            rows.append((f"stage {stage}, {bf16=}, {function.__name__}, {initialize.__module__}", same))
+    return rows
+
+
+def test_a_program_may_load_in_any_way_at_every_stage(tmp_path: Path) -> None:
+    for rows in run_ranks(load_in_every_way, 2, str(tmp_path)):
+        assert [name for name, same in rows if not same] == []
