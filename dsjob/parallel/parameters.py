@@ -8,7 +8,7 @@ Engines register their parameters in a weak table, so looking one up keeps no mo
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Iterator
 from typing import NamedTuple, Protocol
 from weakref import WeakKeyDictionary
 
@@ -110,6 +110,15 @@ def find_owned(parameter: Tensor) -> Owned | None:
         if found is parameter:
             return Owned(owner, name)
     return None
+
+
+def list_alike(parameter: Tensor) -> Iterator[Tensor]:
+    """The tensors by which an engine knows a parameter: itself, its shard or the whole, its master."""
+    yield parameter
+    owned = find_owned(parameter)
+    for name, tensor in _known[owned.owner].values() if owned is not None else ():
+        if owned is not None and name == owned.name:
+            yield tensor
 
 
 def meet_to_gather(parameters: Iterable[Tensor]) -> None:

@@ -6,11 +6,12 @@ from typing import Any
 
 import pytest
 import torch
-from engines import build_net, make_engine, make_tokens, train_engine, whole_state
+from engines import build_net, make_deepspeed_engine, make_engine, make_tokens, train_engine, whole_state
 from ranks import run_ranks
 from test_stages import TiedNet
 from torch import nn
 
+from dsjob.deepspeed.runtime.torch_autocast import get_comm_dtype, has_autocast_dtype, has_comm_dtype
 from dsjob.parallel.strategy import local
 from dsjob.ranks.mesh import World
 
@@ -85,3 +86,27 @@ def test_the_gradients_of_safe_modules_alone_travel_low() -> None:
         for found in run_ranks(find_rounded, 2, classes):
             for rounded in found:
                 assert rounded == low
+
+
+def find_marked(world: World) -> list[tuple[str, set[str]]]:
+    """Which parameters the functions of DeepSpeed's names find; parameters are shown gathered after an evaluation, and
+    always by DeepSpeed's engine at stages 1 and 2."""
+    rows = []
+    for stage in range(4):
+        for make in (make_engine, make_deepspeed_engine):
+            engine = make(stage, torch_autocast={"enabled": True, "dtype": "bfloat16"})
+            for when in ("built", "evaluated"):
+                named = dict(engine.module.named_parameters())
+                marked = {name for name, p in named.items() if has_autocast_dtype(p)}
+                assert marked == {name for name, p in named.items() if has_comm_dtype(p)}
+                assert marked == {name for name, p in named.items() if get_comm_dtype(p) == torch.bfloat16}
+                rows.append((f"stage {stage}, {make.__name__}, {when}", marked))
+                with torch.no_grad():
+                    engine(*make_tokens(0, 2))
+    return rows
+
+
+def test_marks_are_found_whatever_tensor_the_model_shows() -> None:
+    expected = {name for name, _ in build_net().named_parameters() if name.split(".")[-2] in ("fc", "proj", "head")}
+    for rows in run_ranks(find_marked, 2):
+        assert [name for name, marked in rows if marked != expected] == []

@@ -11,6 +11,7 @@ from dsjob.compute.autocast import DEFAULT_SAFE_MODULES, MARK, find_safe_modules
 from dsjob.deepspeed.absent import explain_names as _explain_names
 from dsjob.engine.engine import Engine
 from dsjob.errors import UsageError
+from dsjob.parallel.parameters import list_alike
 
 PARAM_COMM_DTYPE_ATTR_NAME = MARK  # marks parameters whose gradient is reduced in the lower precision
 
@@ -50,7 +51,12 @@ def get_default_autocast_lower_precision_modules() -> list[str]:
 
 def has_autocast_dtype(parameter: torch.Tensor) -> bool:
     """Whether the parameter's gradient is reduced in the lower precision."""
-    return marked_dtype(parameter) is not None
+    return _find_mark(parameter) is not None
+
+
+def _find_mark(parameter: torch.Tensor) -> torch.dtype | None:
+    # At stages 1 and 2, the model may show the whole tensor of a marked shard.
+    return next((dtype for each in list_alike(parameter) if (dtype := marked_dtype(each)) is not None), None)
 
 
 has_comm_dtype = has_autocast_dtype
@@ -58,7 +64,7 @@ has_comm_dtype = has_autocast_dtype
 
 def get_comm_dtype(parameter: torch.Tensor) -> torch.dtype:
     """The dtype in which the parameter's gradient is reduced: the one that autocast set, or the parameter's own."""
-    return marked_dtype(parameter) or parameter.dtype
+    return _find_mark(parameter) or parameter.dtype
 
 
 __getattr__ = _explain_names(__name__)
