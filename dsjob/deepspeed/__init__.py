@@ -11,6 +11,7 @@ from dsjob import __version__ as _version
 from dsjob.deepspeed import checkpoint as checkpoint
 from dsjob.deepspeed import checkpointing as checkpointing
 from dsjob.deepspeed import comm as comm
+from dsjob.deepspeed import config as config
 from dsjob.deepspeed import elasticity as elasticity
 from dsjob.deepspeed import moe as moe
 from dsjob.deepspeed import ops as ops

@@ -116,9 +116,8 @@ def list_alike(parameter: Tensor) -> Iterator[Tensor]:
     """The tensors by which an engine knows a parameter: itself, its shard or the whole, its master."""
     yield parameter
     owned = find_owned(parameter)
-    for name, tensor in _known[owned.owner].values() if owned is not None else ():
-        if owned is not None and name == owned.name:
-            yield tensor
+    if owned is not None:
+        yield from (tensor for name, tensor in _known[owned.owner].values() if name == owned.name)
 
 
 def meet_to_gather(parameters: Iterable[Tensor]) -> None:

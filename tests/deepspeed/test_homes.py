@@ -12,7 +12,7 @@ from engines import make_deepspeed_engine
 from ranks import run_ranks
 
 import dsjob.deepspeed as deepspeed
-from dsjob import checkpointing
+from dsjob import checkpointing, config
 from dsjob.deepspeed.runtime.pipe.topology import PipeDataParallelTopology, PipelineParallelGrid
 from dsjob.deepspeed.runtime.utils import move_to_device
 from dsjob.deepspeed.runtime.zero.config import ZeroStageEnum
@@ -47,6 +47,16 @@ def test_a_name_is_the_same_in_each_of_its_homes(module: str, name: str, home: s
 def test_a_module_that_stands_for_another_is_its_attribute() -> None:
     assert deepspeed.ops.adam.cpu_adam is deepspeed.ops.adam
     assert deepspeed.comm.comm.get_rank is dist.get_rank
+
+
+def test_the_structs_of_a_config_are_where_the_manual_has_them() -> None:
+    """deepspeed.config of DeepSpeed's manual: Config, BatchConfig, FP16Config, TrainingConfig."""
+    for name in ("Config", "BatchConfig", "FP16Config", "BF16Config", "TorchAutocastConfig", "TrainingConfig"):
+        assert getattr(deepspeed.config, name) is getattr(config, name)
+    made = deepspeed.config.TrainingConfig(batch=deepspeed.config.BatchConfig(train_batch_size=8))
+    assert made.batch.train_batch_size == 8
+    with pytest.raises(AttributeError, match="AMPConfig"):
+        _ = deepspeed.config.AMPConfig
 
 
 def test_the_stages_have_names() -> None:

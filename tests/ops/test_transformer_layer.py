@@ -26,6 +26,11 @@ SAVINGS = ("normalize_invertible", "gelu_checkpoint", "attn_dropout_checkpoint")
 BATCH, LENGTH = 2, 5
 ORDERS = pytest.mark.parametrize("pre", [False, True], ids=["post-LN", "pre-LN"])
 
+NAMED: dict[str, Any] = {
+    "batch_size": 8, "hidden_size": 12, "intermediate_size": 20, "heads": 3, "attn_dropout_ratio": 0.1,
+    "hidden_dropout_ratio": 0.2, "num_hidden_layers": 2, "initializer_range": 0.02,
+}  # fmt: skip
+
 
 def make_layer(dtype: torch.dtype = torch.float64, **options: Any) -> DeepSpeedTransformerLayer:
     """A layer whose norms and biases also have values of their own."""
@@ -311,6 +316,23 @@ def test_a_config_comes_from_json(encoding: str, tmp_path: Path) -> None:
 def test_a_config_is_checked(options: dict[str, Any], words: str) -> None:
     with pytest.raises(UsageError, match=words):
         make_layer(**options)
+
+
+def test_positional_arguments_have_the_order_of_every_version_of_deepspeed() -> None:
+    """The manual of DeepSpeed 0.3 has local_rank in the ninth place, where 0.19 has layer_norm_eps."""
+    eight = (8, 12, 20, 3, 0.1, 0.2, 2, 0.02)
+    rest = {"local_rank": 3, "seed": 7, "fp16": True, "pre_layer_norm": False}
+    now = DeepSpeedTransformerConfig(*eight, 1e-5, 3, 7, True, False, return_tuple=True)
+    assert now == DeepSpeedTransformerConfig(**NAMED, **rest, layer_norm_eps=1e-5, return_tuple=True)
+    earlier = DeepSpeedTransformerConfig(*eight, 3, 7, True, False, False, True, False, True, True, True, False)
+    flags = {"gelu_checkpoint": True, "adjust_init_range": False, "attn_dropout_checkpoint": True}
+    more = {"stochastic_mode": True, "huggingface": True, "training": False}
+    assert earlier == DeepSpeedTransformerConfig(**NAMED, **rest, **flags, **more)
+    assert DeepSpeedTransformerConfig(*eight) == DeepSpeedTransformerConfig(**NAMED)
+    with pytest.raises(TypeError, match="multiple values for keyword argument 'seed'"):
+        DeepSpeedTransformerConfig(*eight, 3, 7, seed=1)
+    with pytest.raises(TypeError, match="20 positional arguments"):
+        DeepSpeedTransformerConfig(*eight, *[1] * 12)
 
 
 def test_mistakes_are_named() -> None:
