@@ -32,7 +32,7 @@ def _take_either_order(kind: type[T]) -> type[T]:
         else:
             init(self, *values, **named)
 
-    kind.__init__ = take  # type: ignore[method-assign]
+    kind.__init__ = take  # type: ignore[assignment, method-assign]
     return kind
 
 
