@@ -93,7 +93,8 @@ def _run(argv: Sequence[str] | None) -> int:
     del arguments[: len(launched)]
     if arguments[:1] == ["exec"]:
         arguments[1:1] = launched  # the program that it runs may want it
-    own = arguments[:2] if "exec" in arguments[:2] else arguments  # all else may belong to the program that it runs
+    # All else belongs to the program that it runs, or whose command `dsjob import` reads.
+    own = arguments[: 2 if "exec" in arguments[:2] else arguments.index("--") if "--" in arguments else None]
     debug = "--debug" in own
     try:
         with handling({signal.SIGINT: _leave}):

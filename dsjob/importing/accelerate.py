@@ -62,8 +62,8 @@ LEFT_OUT: dict[str, tuple[str, tuple[Any, ...]]] = {
     "deepspeed_exclusion_filter": ("set launch.exclude on each machine", ()),
     "deepspeed_moe_layer_cls_names": ("dsjob finds the blocks itself", ()),
     "dynamo_use_regional_compilation": ("blocks are compiled one by one", ()),
-    "megatron_lm_config": ("tensor and pipeline parallelism are not supported", ()),
-    "parallelism_config": ("tensor and context parallelism are not supported", ()),
+    "megatron_lm_config": ("set tensor_parallel.size and pipeline.stages", ()),
+    "parallelism_config": ("set tensor_parallel.size and context_parallel.size", ()),
     "fp8_config": ("8-bit floats are not supported: use bf16.enabled=true", ()),
     "ipex_config": ("dsjob has no such backend", ()),
     "mpirun_config": (_NODES, ()),
@@ -89,8 +89,8 @@ _SECTIONS = ("deepspeed_config", "dynamo_config", "fsdp_config")
 _DEVICES = ("NO", "MULTI_GPU", "MULTI_CPU", "DEEPSPEED", "FSDP")
 _OTHERS = (  # other devices and strategies of accelerate
     "MULTI_NPU", "MULTI_MLU", "MULTI_SDAA", "MULTI_MUSA", "MULTI_XPU", "MULTI_HPU", "MULTI_NEURON", "XLA", "TPU",
-    "MEGATRON_LM", "TP",
 )  # fmt: skip
+_DIVIDED = {"MEGATRON_LM": "tensor_parallel.size and pipeline.stages", "TP": "tensor_parallel.size"}
 
 
 def read_settings(content: dict[str, Any], locate: Callable[[Path], str], draft: Draft) -> Iterator[tuple[str, Given]]:
@@ -159,11 +159,14 @@ def _draft_device(settings: Settings, draft: Draft) -> None:
     if kind is None or is_off(kind.value) or kind.value in _DEVICES:
         if kind is not None and kind.value == "MULTI_CPU":
             draft.put("launch.device", kind.to("cpu"))
+    elif isinstance(kind.value, str) and kind.value in _DIVIDED:
+        draft.note("left out", f"{kind.label}: set {_DIVIDED[kind.value]}", kind)
     elif kind.value in _OTHERS:
         draft.note("left out", f"{kind.label}: dsjob runs on CPU or CUDA", kind)
     else:
-        hint = suggest(str(kind.value), [*_DEVICES, *_OTHERS])
-        draft.refuse(kind, f"must be one of {', '.join((*_DEVICES, *_OTHERS))}", rule="enum", hint=hint)
+        allowed = (*_DEVICES, *_OTHERS, *_DIVIDED)
+        hint = suggest(str(kind.value), allowed)
+        draft.refuse(kind, f"must be one of {', '.join(allowed)}", rule="enum", hint=hint)
 
 
 def _draft_precision(given: Given | None, draft: Draft) -> None:

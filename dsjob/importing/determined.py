@@ -11,6 +11,7 @@ from dsjob.contract.hints import suggest
 from dsjob.contract.paths import Path
 from dsjob.importing.given import MODULE, Draft, Given, Rank
 
+_VARIED = ("int", "double", "log", "categorical")  # the types of hyperparameters that a search varies
 _UNITS = {"batches": "ba", "records": "sp", "epochs": "ep"}
 _PERIODS = {"min_validation_period": "trainer.eval_every", "min_checkpoint_period": "checkpoint.every"}
 _CLUSTER = "it concerns Determined's cluster"
@@ -92,6 +93,32 @@ def draft_determined(content: dict[str, Any], locate: Callable[[Path], str], dra
     _draft_searcher(experiment)
     _draft_checkpoints(experiment)
     _draft_environment(experiment)
+
+
+def read_hyperparameter(
+    content: dict[str, Any], name: str, locate: Callable[[Path], str], draft: Draft
+) -> Given | None:
+    """A hyperparameter of an experiment. One that a search varies is left out, also below it."""
+    hyperparameters = content.get("hyperparameters")
+    value = hyperparameters.get(name) if isinstance(hyperparameters, dict) else None
+    if value is None:
+        return None
+    given = Given(value, name, locate(("hyperparameters", name)), Rank.ARGUMENTS)
+    fixed = _fix(value, name, given, draft)
+    return None if fixed is None else given.to(fixed)
+
+
+def _fix(value: Any, name: str, given: Given, draft: Draft) -> Any:
+    """A hyperparameter's value without Determined's longer forms; None for one that a search varies."""
+    if not isinstance(value, dict):
+        return value
+    if value.get("type") == "const" and "val" in value:
+        return value["val"]
+    if value.get("type") in _VARIED and not value.keys().isdisjoint(("minval", "maxval", "vals")):
+        draft.note("left out", f"{name}: sweep with dsjob -m", given)
+        return None
+    fixed = {key: _fix(item, f"{name}.{key}", given, draft) for key, item in value.items()}
+    return {key: item for key, item in fixed.items() if item is not None or value[key] is None}
 
 
 def _draft_searcher(experiment: _Experiment) -> None:

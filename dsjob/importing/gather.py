@@ -8,13 +8,13 @@ from dataclasses import dataclass, field
 from typing import Any
 
 from dsjob import storage
-from dsjob.contract.paths import Path
+from dsjob.contract.paths import Path, has_at
 from dsjob.contract.trainer_arguments import SCRIPT_ARGUMENTS, TRAINER_ONLY
 from dsjob.errors import DocumentError, DsjobError, Problem, UsageError
 from dsjob.importing import accelerate, sources
 from dsjob.importing.command_line import Command, Word
 from dsjob.importing.deepspeed import draft_deepspeed
-from dsjob.importing.determined import draft_determined
+from dsjob.importing.determined import draft_determined, read_hyperparameter
 from dsjob.importing.given import SHELL, Draft, Given, Rank, Settings, differs, is_off, join, show
 from dsjob.importing.launchers import draft_launcher
 from dsjob.importing.settle import Imported, settle
@@ -22,13 +22,16 @@ from dsjob.importing.sources import Source
 from dsjob.importing.task import draft_task
 from dsjob.importing.training_arguments import draft_arguments, fill_settings, sort_arguments
 
+_Config = tuple[dict[str, Any], Callable[[Path], str]]  # a DeepSpeed config, and the place of each value
+
 
 @dataclass
 class Gathered:
     """The contents of all sources; sources of the same kind are merged by rank."""
 
     draft: Draft = field(default_factory=Draft)
-    configs: list[tuple[dict[str, Any], Callable[[Path], str]]] = field(default_factory=list)
+    configs: list[_Config] = field(default_factory=list)
+    overwriting: list[_Config] = field(default_factory=list)  # parts of a config that replace those in `configs`
     arguments: Settings = field(default_factory=dict)
     accelerate: Settings = field(default_factory=dict)
     script: Given | None = None
@@ -69,14 +72,15 @@ def _take(source: Source, gathered: Gathered) -> None:
         join(gathered.accelerate, settings, gathered.draft)
     elif source.kind == "determined":
         draft_determined(source.content, source.locate, gathered.draft)
-        hyperparameters = source.content.get("hyperparameters")
-        config = hyperparameters.get("deepspeed_config") if isinstance(hyperparameters, dict) else None
-        if isinstance(config, dict) and config.get("type") == "const":  # Determined's longer form of a value
-            config = config.get("val")
+        config = read_hyperparameter(source.content, "deepspeed_config", source.locate, gathered.draft)
         if config is not None:
-            place = source.locate(("hyperparameters", "deepspeed_config"))
-            given = Given(config, "deepspeed_config", place, Rank.ARGUMENTS)
-            _name_file(given, gathered, source.name, "deepspeed")
+            _name_file(config, gathered, source.name, "deepspeed")
+        part = read_hyperparameter(source.content, "overwrite_deepspeed_args", source.locate, gathered.draft)
+        if part is not None and isinstance(part.value, dict):
+            above: Path = ("hyperparameters", "overwrite_deepspeed_args")
+            gathered.overwriting.append((part.value, lambda path: source.locate((*above, *path))))
+        elif part is not None:
+            gathered.draft.refuse(part, "must be an object with keys of a DeepSpeed config")
     elif source.kind == "arguments":
         gathered.trainer = True
         arguments = [
@@ -194,7 +198,7 @@ def _locate_at(place: str) -> Callable[[Path], str]:
 
 def _draft(gathered: Gathered) -> Imported:
     draft = gathered.draft
-    for config, locate in gathered.configs:
+    for config, locate in _overwrite(gathered):
         draft_deepspeed(config, locate, draft)
     accelerate.draft_accelerate(gathered.accelerate, draft)
     trainer, script = sort_arguments(gathered.arguments, draft)
@@ -207,6 +211,24 @@ def _draft(gathered: Gathered) -> Imported:
     else:
         _draft_without_trainer(settings, draft)
     return settle(draft, gathered.trainer)
+
+
+def _overwrite(gathered: Gathered) -> list[_Config]:
+    """The DeepSpeed configs, with the values that an experiment of Determined overwrites; as it does, key by key."""
+    configs = gathered.configs or [({}, lambda path: "")] * bool(gathered.overwriting)
+    for part, place in gathered.overwriting:
+        configs = [(_merge(config, part), _place(part, place, locate)) for config, locate in configs]
+    return configs
+
+
+def _merge(config: Any, part: Any) -> Any:
+    if not (isinstance(config, dict) and isinstance(part, dict)):
+        return part
+    return {**config, **{key: _merge(config.get(key), value) for key, value in part.items()}}
+
+
+def _place(part: dict[str, Any], place: Callable[[Path], str], locate: Callable[[Path], str]) -> Callable[[Path], str]:
+    return lambda path: place(path) if has_at(part, path) else locate(path)
 
 
 def _count_ranks(gathered: Gathered) -> int | None:

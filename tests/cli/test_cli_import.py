@@ -157,3 +157,30 @@ def test_no_value_ends_the_comment_that_tells_of_it(folder: Path, capsys: pytest
 def test_a_mistyped_command_is_told(folder: Path, capsys: pytest.CaptureFixture[str]) -> None:
     assert main(["imprt", "ds.json"]) == 2
     assert 'did you mean "import"?' in capsys.readouterr().err
+
+
+@pytest.mark.parametrize("before", [(), ("--fp16",), ("--do_train",)])
+def test_a_debug_flag_of_the_command_is_not_that_of_dsjob(
+    capsys: pytest.CaptureFixture[str], before: tuple[str, ...]
+) -> None:
+    words = ["--output_dir", "out", *before, "--debug", "underflow_overflow"]
+    assert main(["import", "--", "deepspeed", "train.py", *words]) == 0
+    assert "_target_: dsjob.callbacks.NanGuard" in capsys.readouterr().out
+    assert main(["import", "--", "deepspeed", "train.py", "--output_dir", "out", "--fp16", "maybe", "--debug"]) == 2
+    error = capsys.readouterr().err
+    assert "--fp16=maybe: must be true or false" in error
+    assert "Traceback" not in error
+    assert main(["import", "--debug", "--", "deepspeed", "train.py", "--output_dir", "out", "--fp16", "maybe"]) == 2
+    assert "Traceback" in capsys.readouterr().err
+
+
+@pytest.mark.parametrize(
+    ("argument", "expected"),
+    [
+        ("--skip_memory_metrics=False", "memory/peak_gib"),
+        ('--parallelism_config={"tp_size": 2}', "set tensor_parallel.size, context_parallel.size and pipeline.stages"),
+    ],
+)
+def test_notes_say_what_dsjob_has_instead(capsys: pytest.CaptureFixture[str], argument: str, expected: str) -> None:
+    assert main(["import", "--", "deepspeed", "train.py", "--output_dir", "out", argument]) == 0
+    assert expected in capsys.readouterr().out

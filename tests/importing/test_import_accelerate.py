@@ -106,7 +106,7 @@ FILES: dict[str, tuple[str, dict[str, Any], tuple[str, ...]]] = {
     "what dsjob has no counterpart of": (
         "distributed_type: MEGATRON_LM\nmixed_precision: fp8\nnum_processes: 4\nmegatron_lm_config:\n  tp: 2\n",
         {"launch.nproc": 4, "bf16": None},
-        ("distributed_type=MEGATRON_LM", "8-bit floats are not supported", "megatron_lm_config"),
+        ("set tensor_parallel.size and pipeline.stages", "8-bit floats are not supported", "megatron_lm_config"),
     ),
     "hostfile": (
         (

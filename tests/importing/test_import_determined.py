@@ -96,3 +96,40 @@ def test_a_manual_initialisation_becomes_a_function_to_fill_in(tmp_path: Path) -
 def test_invalid_values_are_errors(tmp_path: Path, wrong: dict[str, Any]) -> None:
     with pytest.raises(DocumentError, match="must be"):
         load(tmp_path, **wrong)
+
+
+def overwrite(folder: Path, part: Any, **more: Any) -> Imported:
+    return load(folder, hyperparameters={"deepspeed_config": "ds.json", "overwrite_deepspeed_args": part, **more})
+
+
+def test_what_an_experiment_overwrites_in_its_deepspeed_config_counts(tmp_path: Path) -> None:
+    """As Determined merges it: key by key, the experiment's values first."""
+    part = {
+        "zero_optimization": {"stage": 2},
+        "fp16": {"enabled": {"type": "const", "val": True}},
+        "optimizer": {"params": {"lr": 0.5}},
+        "gradient_clipping": {"type": "double", "minval": 0.1, "maxval": 1.0},
+    }
+    imported = overwrite(tmp_path, part)
+    document = imported.document
+    assert get(document, "zero_optimization.stage") == 2
+    assert get(document, "fp16.enabled") is True
+    assert get(document, "optimizer") == {"type": "AdamW", "params": {"lr": 0.5}}
+    assert get(document, "trainer.micro_batch") == 2
+    assert "gradient_clipping" not in document
+    assert "overwrite_deepspeed_args.gradient_clipping: sweep with dsjob -m" in messages(imported, "left out")
+    assert messages(imported, "conflict") == ""
+
+
+def test_an_experiment_may_have_all_of_its_config_in_itself(tmp_path: Path) -> None:
+    whole = {"type": "const", "val": {**CONFIG, "zero_optimization": {"stage": 3}}}
+    imported = load(tmp_path, hyperparameters={"overwrite_deepspeed_args": whole})
+    assert get(imported.document, "zero_optimization.stage") == 3
+    assert get(imported.document, "optimizer.params.lr") == 1e-4
+    with pytest.raises(DocumentError, match=r"experiment\.json:\d+:\d+: .*must be an object with keys of a DeepSpeed"):
+        overwrite(tmp_path, [1])
+
+
+def test_a_wrong_value_is_told_where_the_experiment_has_it(tmp_path: Path) -> None:
+    with pytest.raises(DocumentError, match=r"experiment\.json:\d+:\d+: error\[enum\]: zero_optimization\.stage"):
+        overwrite(tmp_path, {"zero_optimization": {"stage": 7}})
