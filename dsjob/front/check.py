@@ -9,7 +9,6 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
-from dsjob.checkpoint.pretrained.vocabularies import check_tokenizers
 from dsjob.contract.deepspeed_keys import find_origin
 from dsjob.document.origins import Composed
 from dsjob.document.places import place_problems
@@ -59,12 +58,22 @@ def check_composed(
         return Checked(None, [*unread, *found, *error.warnings], untrusted)
     config = composed.document.get("deepspeed") or {}
     missing = place_problems(
-        [*find_missing(resolved.document), *check_tokenizers(resolved.document)],
+        [*find_missing(resolved.document), *_check_tokenizers(resolved.document)],
         lambda path: composed.locate(find_origin(path, composed.document, config)),
     )
     return Checked(
         resolved, [*unread, *missing, *resolved.warnings], list_untrusted(composed, resolved.document, trust)
     )
+
+
+def _check_tokenizers(document: Mapping[str, Any]) -> list[Problem]:
+    """See `check_tokenizers`, which takes a while to import."""
+    named = str([document.get(key) for key in ("model", "models", "data")])
+    if "from_pretrained" not in named and named.count("dsjob.text.Text") < 2:
+        return []
+    from dsjob.checkpoint.pretrained.vocabularies import check_tokenizers
+
+    return list(check_tokenizers(document))
 
 
 _LEFT_TO_UNREAD = ("batch", "no-total-steps")
