@@ -7,17 +7,23 @@ link would redirect a write to a file elsewhere.
 from __future__ import annotations
 
 import errno
+import fcntl
 import os
+import shutil
+import socket
 import stat
 import sys
+import tempfile
 import uuid
 from collections.abc import Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from typing import BinaryIO
 
 from dsjob.errors import StorageError
 
 FILE_MODE, FOLDER_MODE = 0o640, 0o750
+_TEMPORARY = "dsjob-"  # begins the names of temporary folders
+_OWNER = ".owner"  # the file in them that their process has locked; it holds the name of the machine
 _BLOCK = 64 << 10  # bytes that `read_lines_backwards` reads at a time
 
 
@@ -199,3 +205,89 @@ def sync_names(path: str) -> None:
         os.fsync(handle)
     finally:
         os.close(handle)
+
+
+def lock(path: str) -> BinaryIO | None:
+    """The file, created if necessary and locked by this process alone; None if it cannot be locked, or another process
+    has the lock. A lock ends with its process, however that ends."""
+    with suppress(StorageError):
+        file = open_append(path)
+        try:
+            fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
+            _locked.add(file.fileno())
+            return file
+        except OSError:
+            file.close()
+    return None
+
+
+def unlock(file: BinaryIO) -> None:
+    """Closes a file that `lock` has returned."""
+    _locked.discard(file.fileno())
+    file.close()
+
+
+_locked: set[int] = set()  # file descriptors
+
+
+def _close_locked() -> None:
+    for handle in _locked:
+        os.close(handle)
+    _locked.clear()
+
+
+# A lock lasts as long as any process has the file open, and workers of data loaders outlive a killed run for seconds.
+os.register_at_fork(after_in_child=_close_locked)
+
+
+@contextmanager
+def temporary_folder(purpose: str = "") -> Iterator[str]:
+    """A private folder among the system's temporary files, which is deleted after the block unless it is kept
+    (`keep_only`). First deletes those that this user's killed processes have left.
+
+    purpose: a word for its name.
+    """
+    _delete_left()
+    folder, process = tempfile.mkdtemp(prefix=f"{_TEMPORARY}{purpose}{'-' * bool(purpose)}"), os.getpid()
+    # It has its name only once it is locked, so that no other process takes its owner for dead.
+    path = os.path.join(folder, _OWNER)
+    file = lock(f"{path}.new")
+    if file is not None:
+        file.write(socket.gethostname().encode())
+        file.flush()
+        os.rename(f"{path}.new", path)
+    try:
+        yield folder
+    finally:
+        if os.getpid() == process:  # else a fork leaves the block, and its parent goes on
+            if file is None or os.path.exists(path):
+                shutil.rmtree(folder, ignore_errors=True)
+            if file is not None:
+                unlock(file)
+
+
+def keep_only(folder: str, name: str) -> None:
+    """Keeps a temporary folder after its block, with nothing in it but the file or folder `name`."""
+    for other in set(os.listdir(folder)) - {name}:
+        path = os.path.join(folder, other)
+        shutil.rmtree(path, ignore_errors=True) if os.path.isdir(path) else os.unlink(path)
+
+
+def _delete_left() -> None:
+    """Deletes temporary folders of this user whose process, on this machine, has ended without deleting them."""
+    with suppress(OSError), os.scandir(tempfile.gettempdir()) as entries:
+        for entry in entries:
+            if entry.name.startswith(_TEMPORARY) and _is_left(entry):
+                shutil.rmtree(entry.path, ignore_errors=True)
+
+
+def _is_left(entry: os.DirEntry[str]) -> bool:
+    with suppress(OSError, StorageError):
+        if not entry.is_dir(follow_symlinks=False) or entry.stat(follow_symlinks=False).st_uid != os.geteuid():
+            return False
+        with open_read(os.path.join(entry.path, _OWNER)) as file:
+            # Another machine may share the folder without sharing its locks.
+            if file.read(256) == socket.gethostname().encode():
+                fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
+                return True
+    return False

@@ -20,7 +20,16 @@ from dsjob import storage
 from dsjob.contract.environment import mask_texts
 from dsjob.contract.paths import Path, get_at
 from dsjob.errors import DsjobError, StorageError
-from dsjob.files import append_bytes, open_append, open_read, open_update, read_lines_backwards, sync_names
+from dsjob.files import (
+    append_bytes,
+    lock,
+    open_append,
+    open_read,
+    open_update,
+    read_lines_backwards,
+    sync_names,
+    unlock,
+)
 
 RESOLVED_NAME = "resolved.json"
 PROGRAM_NAME = "program.json"  # instead of resolved.json, in the folder of a program under `dsjob exec`
@@ -87,41 +96,14 @@ def marking_running(run_dir: str) -> Iterator[None]:
     Does nothing where files cannot be locked, and if another process has the lock.
     """
     path, process = os.path.join(run_dir, RUNNING_NAME), os.getpid()
-    file = _lock(path)
+    file = lock(path)
     try:
         yield
     finally:
         if file is not None and os.getpid() == process:  # else a fork leaves the block, and the run goes on
             with suppress(OSError):
                 os.unlink(path)
-            _held.discard(file.fileno())
-            file.close()
-
-
-def _lock(path: str) -> BinaryIO | None:
-    """The locked file; None if it cannot be locked."""
-    with suppress(StorageError):
-        file = open_append(path)
-        try:
-            fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
-            _held.add(file.fileno())
-            return file
-        except OSError:
-            file.close()
-    return None
-
-
-_held: set[int] = set()  # file descriptors of this process's locks
-
-
-def _close_held() -> None:
-    for handle in _held:
-        os.close(handle)
-    _held.clear()
-
-
-# A lock lasts as long as any process has the file open, and workers of data loaders outlive a killed run for seconds.
-os.register_at_fork(after_in_child=_close_held)
+            unlock(file)
 
 
 def is_running(run_dir: str) -> bool:

@@ -5,7 +5,6 @@ from __future__ import annotations
 import math
 import os
 import sys
-import tempfile
 import traceback
 import uuid
 from typing import Any, cast
@@ -32,6 +31,7 @@ from dsjob.errors import (
     Problem,
     UsageError,
 )
+from dsjob.files import temporary_folder
 from dsjob.front.execute import check_runnable, run_composed
 from dsjob.launch import launcher
 from dsjob.run_folder import RESULT_NAME, make_run_dir, read_result, write_result
@@ -65,20 +65,20 @@ def main(overrides: list[str], file: Document | None, config_dir: str | None, de
     _refuse_secrets_composed(first)
     if not samples:
         _check_each(overrides, file, config_dir, trust)
-    aside = None if launcher.is_first() else tempfile.TemporaryDirectory()
-    folder = aside.name if aside else _choose_folder(overrides, first.document)
     os.environ[_ID_VARIABLE] = uuid.uuid4().hex
     os.environ[_TRUST_VARIABLE] = trust.to_text()
     os.environ[_FILE_VARIABLE] = file.source if file is not None else ""
     os.environ[_DEBUG_VARIABLE] = "1" if debug else ""
-    if aside:
+    chosen = _settle_optuna(overrides, first.document)
+    if not launcher.is_first():
         overrides = [override for override in overrides if not override.startswith("hydra.sweep.dir=")]
-    chosen = [f"hydra.sweep.dir='{folder}'"] if folder is not None else []
-    chosen += _settle_optuna(overrides, first.document)
-    if aside:
-        with aside:
+        with temporary_folder() as aside:
+            chosen.append(f"hydra.sweep.dir='{aside}'")
             composition.multirun(run_one, [*overrides, *chosen], file=file, config_dir=config_dir)
         return 0
+    folder = _choose_folder(overrides, first.document)
+    if folder is not None:
+        chosen.append(f"hydra.sweep.dir='{folder}'")
     try:
         composition.multirun(run_one, [*overrides, *chosen], file=file, config_dir=config_dir)
     except UsageError:  # also raised when Optuna completed no trial, in which case failed runs are still shown

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import json
 import os
-import tempfile
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
@@ -13,6 +12,7 @@ from typing import Any
 from dsjob import storage
 from dsjob.contract.environment import watch_output
 from dsjob.errors import UsageError
+from dsjob.files import temporary_folder
 from dsjob.front.checkpoint import Chosen, choose_checkpoint
 from dsjob.front.run import one_at_a_time
 from dsjob.front.source import Source, allowing, list_words, make_flags, quote, require_path, telling_places
@@ -78,10 +78,11 @@ def generate(
 @contextmanager
 def writing(prompts: Sequence[str]) -> Iterator[str]:
     """A file with the prompts. They do not go through the document, which would interpolate `${...}` in them."""
-    with tempfile.NamedTemporaryFile("w", encoding="utf-8", prefix="dsjob-prompts-", suffix=".jsonl") as file:
-        file.writelines(f"{json.dumps({'prompt': each})}\n" for each in prompts)
-        file.flush()
-        yield file.name
+    with temporary_folder() as folder:
+        path = os.path.join(folder, "prompts.jsonl")
+        with open(path, "w", encoding="utf-8") as file:
+            file.writelines(f"{json.dumps({'prompt': each})}\n" for each in prompts)
+        yield path
 
 
 def choose_settings(

@@ -8,12 +8,10 @@ from __future__ import annotations
 import gc
 import json
 import os
-import shutil
 import sys
-import tempfile
 import time
 from collections.abc import Callable, Iterator, Mapping
-from contextlib import contextmanager
+from contextlib import contextmanager, nullcontext
 from copy import deepcopy
 from dataclasses import dataclass
 from typing import Any
@@ -21,6 +19,7 @@ from typing import Any
 from dsjob.contract.resolved import ResolvedJob
 from dsjob.document.resolve import complete_job
 from dsjob.errors import DsjobError, UsageError
+from dsjob.files import keep_only, temporary_folder
 from dsjob.front.weights import convert
 from dsjob.launch.launcher import is_first
 from dsjob.run_folder import LOGS_NAME, METRICS_NAME
@@ -50,10 +49,9 @@ def try_job(document: Mapping[str, Any], start: Start) -> None:
     if "train" not in document["tasks"]:
         raise UsageError("a smoke run tries training, but this job does not train", hint="leave --smoke out")
     # On several nodes, all ranks use rank 0's folder.
-    folder = tempfile.mkdtemp(prefix="dsjob-smoke-") if is_first() else ""
     doing = ["training"]
     try:
-        with _removing(folder, doing):
+        with temporary_folder("smoke") if is_first() else nullcontext("") as folder, _telling(folder, doing):
             tried = _try_parts(document, start, folder, doing)
     finally:
         _free_memory()
@@ -111,8 +109,8 @@ def _make_trial(document: Mapping[str, Any], folder: str, steps: int, resume: st
 
 
 @contextmanager
-def _removing(folder: str, doing: list[str]) -> Iterator[None]:
-    """Deletes the folder after the block. Tells of an error, and keeps the logs if the error names them."""
+def _telling(folder: str, doing: list[str]) -> Iterator[None]:
+    """Tells of an error in the block, and keeps the folder's logs if the error names them."""
     try:
         yield
     except BaseException as error:
@@ -120,14 +118,8 @@ def _removing(folder: str, doing: list[str]) -> Iterator[None]:
             print(f"dsjob: the smoke run failed while {doing[0]}; nothing was started", file=sys.stderr)  # noqa: T201
         told = f"{error.message} {error.hint}" if isinstance(error, DsjobError) else str(error)
         if folder and os.path.join(folder, LOGS_NAME) in told:
-            for name in set(os.listdir(folder)) - {LOGS_NAME}:
-                path = os.path.join(folder, name)
-                shutil.rmtree(path, ignore_errors=True) if os.path.isdir(path) else os.unlink(path)
-        elif folder:
-            shutil.rmtree(folder, ignore_errors=True)
+            keep_only(folder, LOGS_NAME)
         raise
-    if folder:
-        shutil.rmtree(folder, ignore_errors=True)
 
 
 def _measure(folder: str) -> int:

@@ -11,7 +11,6 @@ import os
 import signal
 import statistics
 import sys
-import tempfile
 import time
 import traceback
 from collections.abc import Mapping
@@ -24,6 +23,7 @@ from dsjob.contract import schema as contract
 from dsjob.contract.environment import mask, watch_output
 from dsjob.document.resolve import complete_job
 from dsjob.errors import DsjobError, Interrupted, LaunchError, UsageError, how_to_install
+from dsjob.files import temporary_folder
 from dsjob.launch import launcher
 from dsjob.launch.rank import end_rank, end_with_parent
 from dsjob.ranks import patience
@@ -75,7 +75,7 @@ def compare(document: Mapping[str, Any], *, steps: int, trust: Trust, debug: boo
 
 def _compare(document: Mapping[str, Any], steps: int, trust: Trust, debug: bool) -> dict[str, Side]:
     sides = {}
-    with tempfile.TemporaryDirectory(prefix="dsjob-") as folder:
+    with temporary_folder() as folder:
         for engine in ENGINES:
             run_dir = os.path.join(folder, engine)
             os.mkdir(run_dir)

@@ -17,9 +17,10 @@ from dsjob import storage
 from dsjob.contract.resolved import ResolvedJob
 from dsjob.contract.spec import Launch
 from dsjob.errors import DsjobError, Interrupted, LaunchError, Preempted, UsageError
+from dsjob.files import temporary_folder
 from dsjob.launch import devices, rank
 from dsjob.launch.supervisor import Supervisor
-from dsjob.launch.surroundings import list_variables, make_logs, private_folder, touching_save_request
+from dsjob.launch.surroundings import list_variables, make_logs, touching_save_request
 from dsjob.ranks.mpi import count_ranks, discover_mpi
 from dsjob.ranks.signals import handling
 from dsjob.run_folder import (
@@ -197,7 +198,7 @@ def _run_here(job: ResolvedJob, run_dir: str, trust: Trust) -> None:
 
 def _start_ranks(job: ResolvedJob, run_dir: str, trust: Trust, debug: bool, visible: Mapping[str, str]) -> None:
     options = job.spec.launch
-    with private_folder() as private:
+    with temporary_folder() as private:
         handed = os.path.join(private, "job.json")
         # In a private folder, not among the arguments: other users could read those.
         storage.write_bytes(handed, job.to_text().encode())

@@ -1,4 +1,4 @@
-"""What processes of ranks on this machine find around them: environment variables, a private folder, a folder for logs.
+"""What processes of ranks on this machine find around them: environment variables and a folder for logs.
 
 The launchers of jobs (`launcher`) and of programs (`dsjob.programs.launch`) share it.
 """
@@ -6,10 +6,8 @@ The launchers of jobs (`launcher`) and of programs (`dsjob.programs.launch`) sha
 from __future__ import annotations
 
 import os
-import shutil
 import signal
 import socket
-import tempfile
 from collections.abc import Iterator
 from contextlib import contextmanager
 
@@ -20,16 +18,6 @@ from dsjob.ranks.signals import handling
 from dsjob.run_folder import LOGS_NAME, SAVE_REQUEST
 
 _LOG_LEVEL = "TORCH_CPP_LOG_LEVEL"  # DDP and gloo print warnings that users cannot act on
-
-
-@contextmanager
-def private_folder() -> Iterator[str]:
-    """A folder in which the launcher and its ranks leave files for each other while the block runs."""
-    private = tempfile.mkdtemp(prefix="dsjob-")
-    try:
-        yield private
-    finally:
-        shutil.rmtree(private, ignore_errors=True)
 
 
 def make_logs(run_dir: str) -> str:
@@ -53,7 +41,7 @@ def quiet_torch() -> None:
 
 
 def list_variables(private: str, nproc: int, debug: bool) -> dict[str, str]:
-    """The environment variables of `nproc` ranks. `private`: the folder that they share with the launcher."""
+    """The environment variables of `nproc` ranks. `private`: the temporary folder that they share with the launcher."""
     found = {
         **find_again(),
         _LOG_LEVEL: os.environ.get(_LOG_LEVEL, "ERROR"),

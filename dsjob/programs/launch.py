@@ -11,11 +11,12 @@ from importlib.machinery import PathFinder
 from typing import Literal, NoReturn
 
 from dsjob.errors import DsjobError, UsageError, how_to_install
+from dsjob.files import temporary_folder
 from dsjob.home import find_again
 from dsjob.launch import devices, launcher
 from dsjob.launch.rank import DEBUG_VARIABLE, tell_program
 from dsjob.launch.supervisor import Supervisor
-from dsjob.launch.surroundings import list_variables, make_logs, private_folder, touching_save_request
+from dsjob.launch.surroundings import list_variables, make_logs, touching_save_request
 from dsjob.programs import folder, rank
 from dsjob.programs.alias import STAND_IN, leave_out, stand_in
 from dsjob.run_folder import marking_running
@@ -96,7 +97,7 @@ def run_program(
     _tell_beginning(program, ranks.count, where)
     began = time.monotonic()
     try:
-        with private_folder() as private:
+        with temporary_folder() as private:
             variables = {**list_variables(private, ranks.count, debug), **_list_own(engine, where, lenient)}
             variables.update(_locate(ranks))
             supervisor = Supervisor(private, make_logs(where), _TIMEOUT, _GRACE, own_exits=True)

@@ -8,7 +8,6 @@ from __future__ import annotations
 
 import logging
 import os
-import tempfile
 from collections import Counter
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
@@ -24,6 +23,7 @@ from dsjob.checkpoint.pretrained.tokenizer import find_tokenizer, read_tokenizer
 from dsjob.checkpoint.root.run_state import read_job, read_values, restoring
 from dsjob.checkpoint.root.source import locate, renamed
 from dsjob.errors import UsageError
+from dsjob.files import temporary_folder
 
 if TYPE_CHECKING:
     from torch import Tensor
@@ -244,7 +244,7 @@ def read_weights(
     """A checkpoint's parameters and buffers as fp32 tensors, for `load_state_dict`. Arguments as for `convert`."""
     from safetensors.torch import load_file
 
-    with tempfile.TemporaryDirectory(prefix="dsjob-") as folder:
+    with temporary_folder() as folder:
         file = os.path.join(folder, "weights.safetensors")
         convert(source, file, to="fp32", tag=tag, model=model, ema=ema)
         return load_file(file)
