@@ -60,6 +60,7 @@ WITHOUT_TORCH = {room for room, floor in FLOOR_OF.items() if floor < FLOOR_OF["t
     "programs.launch",
     "programs.rank",
     "ranks.failures",
+    "ranks.loopback",
     "ranks.patience",
     "ranks.signals",
     "ranks.stalls",

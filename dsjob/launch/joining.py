@@ -8,6 +8,7 @@ import torch.distributed as dist
 
 from dsjob.contract.spec import Launch, Target
 from dsjob.errors import LaunchError
+from dsjob.ranks import loopback
 from dsjob.ranks.mesh import World, join_world
 from dsjob.trust.frames import put_at
 from dsjob.trust.grant import Trust
@@ -33,6 +34,7 @@ class _Initialize:
 
     def __call__(self, **given: Any) -> None:
         function = build_callable(self._target, ".".join(_PLACE), self._trust)
+        loopback.install()
         try:
             function(**{name: value for name, value in given.items() if takes_keyword(function, name)})
             _check(given["rank"], given["world_size"])

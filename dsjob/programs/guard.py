@@ -103,8 +103,8 @@ class Guard:
 class _AfterImport(MetaPathFinder):
     """Calls `install` of a module of dsjob right after the program has imported another module."""
 
-    def __init__(self, awaited: str, installed: str) -> None:
-        self._awaited, self._installed, self._looks = awaited, installed, False
+    def __init__(self, awaited: str, name: str) -> None:
+        self._awaited, self._name, self._looks = awaited, name, False
 
     def find_spec(
         self, fullname: str, path: Sequence[str] | None, target: ModuleType | None = None
@@ -123,7 +123,7 @@ class _AfterImport(MetaPathFinder):
             def execute_and_install(module: ModuleType) -> None:
                 execute(module)
                 sys.meta_path.remove(self)  # not before: programs also look for a module without importing it
-                import_module(self._installed).install()
+                import_module(self._name).install()
 
             loader.exec_module = execute_and_install  # type: ignore[method-assign]
         return found
@@ -146,14 +146,14 @@ def begin(folder: str, run_dir: str) -> Guard:
     """Begins to watch this process. See `Guard`."""
     global guard
     guard = Guard(folder, run_dir)
-    for awaited, installed in (
-        ("transformers.trainer", "trainer_stop"),
-        ("transformers.integrations.deepspeed", "contradictions"),
-        ("accelerate.utils.deepspeed", "origins"),
-        ("accelerate.accelerator", "process_group"),
-        ("dsjob.deepspeed", "recording"),
+    for awaited, name in (
+        ("torch.distributed.rendezvous", "dsjob.ranks.loopback"),
+        ("transformers.trainer", "dsjob.programs.trainer_stop"),
+        ("transformers.integrations.deepspeed", "dsjob.programs.contradictions"),
+        ("accelerate.utils.deepspeed", "dsjob.programs.origins"),
+        ("accelerate.accelerator", "dsjob.programs.process_group"),
+        ("dsjob.deepspeed", "dsjob.programs.recording"),
     ):
-        name = f"{__package__}.{installed}"
         if awaited in sys.modules:  # something at the start of the interpreter, such as a .pth file, has imported it
             import_module(name).install()
         else:

@@ -19,6 +19,7 @@ from dsjob.launch.supervisor import Supervisor
 from dsjob.launch.surroundings import list_variables, make_logs, touching_save_request
 from dsjob.programs import folder, rank
 from dsjob.programs.alias import STAND_IN, leave_out, stand_in
+from dsjob.ranks.loopback import is_loopback
 from dsjob.run_folder import marking_running
 
 replace_process = os.execv
@@ -66,7 +67,7 @@ def choose_ranks(
     """
     place = (address or "127.0.0.1", port)
     if port is not None:
-        _require_free_port(port)
+        _require_free_port(*place)
     if include is not None or exclude is not None:
         if count is not None:
             raise UsageError("--num_gpus excludes --include and --exclude", hint="these also say how many GPUs to use")
@@ -162,11 +163,11 @@ def _locate(ranks: Ranks) -> dict[str, str]:
     return found if ranks.gpus is None else {**found, **devices.make_visible(ranks.gpus)}
 
 
-def _require_free_port(port: int) -> None:
+def _require_free_port(address: str, port: int) -> None:
     with socket.socket() as found:
         found.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)  # a port that was just closed is free
         try:
-            found.bind(("", port))
+            found.bind(("127.0.0.1" if is_loopback(address) else "", port))
         except (OSError, OverflowError) as error:
             raise UsageError(
                 f"--master_port {port} cannot be used: {error}", hint="leave it out, and a free port is chosen"

@@ -12,6 +12,7 @@ import torch.distributed as dist
 from torch.distributed import HashStore
 
 from dsjob.errors import LaunchError
+from dsjob.ranks import loopback
 from dsjob.ranks.mesh import end_gloo_at_exit, join_world
 from dsjob.ranks.mpi import discover_mpi
 
@@ -40,6 +41,7 @@ def init_distributed(
     if dist.is_initialized() or dist_init_required is False:
         return
     end_gloo_at_exit()
+    loopback.install()
     timeout = timeout or timedelta(seconds=read_timeout())
     backend = dist_backend or ("nccl" if torch.cuda.is_available() else "gloo")
     if init_method is not None:

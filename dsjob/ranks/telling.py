@@ -12,6 +12,7 @@ from datetime import timedelta
 import torch.distributed as dist
 
 from dsjob.ranks import patience
+from dsjob.ranks.loopback import create_server
 from dsjob.torch_private import get_store
 
 _TO_CONNECT = 5  # seconds
@@ -48,9 +49,7 @@ def tell_others(message: str) -> None:
             while store.add(f"{key}/heard", 0) < size - 1 and time.monotonic() < end:
                 time.sleep(_PAUSE)
             return
-        both = socket.has_dualstack_ipv6()
-        family = socket.AF_INET6 if both else socket.AF_INET
-        with socket.create_server(("", _find_address()[1]), family=family, dualstack_ipv6=both) as server:
+        with create_server(*_find_address()) as server:
             for _ in range(size - 1):
                 server.settimeout(max(end - time.monotonic(), _PAUSE))
                 link = server.accept()[0]

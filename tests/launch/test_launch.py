@@ -13,6 +13,7 @@ from pathlib import Path
 import pytest
 from jobs import dsjob, list_commits, make_job, read_metrics
 from programs import DSJOB, Program, clean_env, find_processes, run_program
+from sockets import LOOPBACK, list_listening
 
 pytestmark = pytest.mark.slow
 
@@ -238,21 +239,7 @@ def test_ranks_listen_on_loopback_alone(tmp_path: Path) -> None:
     started = Started(tmp_path, "launch.nproc=2", "+data.train.pause=0.01")
     try:
         started.wait_for_step(2)
-        inodes = set()
-        for pid in find_processes(tmp_path):
-            for link in Path(f"/proc/{pid}/fd").iterdir():
-                try:
-                    inodes.add(os.readlink(link))
-                except OSError:
-                    continue
-        listening = []
-        for table in ("tcp", "tcp6"):
-            for line in Path(f"/proc/net/{table}").read_text().splitlines()[1:]:
-                fields = line.split()
-                if fields[3] == "0A" and f"socket:[{fields[9]}]" in inodes:
-                    listening.append(fields[1].split(":")[0])
-        loopback = {"0100007F", "00000000000000000000000001000000", "0000000000000000FFFF00000100007F"}
-        assert set(listening) <= loopback
+        assert list_listening(find_processes(tmp_path)) <= LOOPBACK
     finally:
         os.killpg(started.process.pid, signal.SIGKILL)
         started.process.communicate()
