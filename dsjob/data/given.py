@@ -191,7 +191,7 @@ class LoaderEvaluation:
     """
 
     def __init__(self, loader: Any, *, world: World, seed: int, divided: bool = False, name: str = "data.eval") -> None:
-        if iter(loader) is loader:
+        if isinstance(loader, Iterator):  # `iter` would start the workers of a DataLoader
             raise DataError(
                 f"{name} is an iterator ({type(loader).__name__}), which can be read only once",
                 hint="return an object whose __iter__ starts again each time",

@@ -50,7 +50,7 @@ class Share:
     def __init__(self, loader: Any, *, world: World, seed: int, divided: bool, name: str) -> None:
         self.loader, self.name = loader, name
         if isinstance(loader, DataLoader):
-            make_outliving(loader)
+            make_outliving(loader, name)
         self._world, self._seed = world, seed
         self._samplers = _find_samplers(loader)
         # A subclass may override __iter__, so that its samplers decide nothing.

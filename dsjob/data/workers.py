@@ -9,7 +9,10 @@ from typing import Any
 
 import torch
 
+from dsjob.errors import DataError
 from dsjob.ranks.mesh import World
+
+MOST = 1024  # worker processes of a loader, as in the schema of data.num_workers
 
 
 def outlive_stop(number: int) -> None:
@@ -34,8 +37,13 @@ def choose_options(world: World, seed: int, *, num_workers: int, pin_memory: boo
     }
 
 
-def make_outliving(loader: Any) -> None:
-    """Makes the workers of a user's DataLoader survive that signal too. Its own worker_init_fn runs afterwards."""
+def make_outliving(loader: Any, name: str) -> None:
+    """Makes the workers of a user's DataLoader survive that signal too. Its own worker_init_fn runs afterwards.
+
+    Raises DataError if it has too many.
+    """
+    if loader.num_workers > MOST:
+        raise DataError(f"{name} has num_workers={loader.num_workers:,}, more than {MOST:,}", hint="lower it")
     own = loader.worker_init_fn
     if own is not outlive_stop and getattr(own, "func", None) is not _begin:
         loader.worker_init_fn = outlive_stop if own is None else partial(_begin, own)

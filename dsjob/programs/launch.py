@@ -24,6 +24,7 @@ from dsjob.run_folder import marking_running
 
 replace_process = os.execv
 _TIMEOUT, _GRACE = 1800.0, 60.0  # seconds, as in the schema of `launch`
+_MOST_RANKS = 1024  # as in the schema of `launch`
 
 
 @dataclass(frozen=True)
@@ -80,6 +81,8 @@ def choose_ranks(
     if count is not None and 0 < visible < count:
         shown = "1 GPU is" if visible == 1 else f"{visible} GPUs are"
         raise UsageError(f"--num_gpus {count}, but {shown} visible")
+    if count is not None and count > _MOST_RANKS:
+        raise UsageError(f"--num_gpus {count} is more than {_MOST_RANKS:,}, the most ranks of one machine")
     return Ranks(count or visible or 1, None, *place)
 
 

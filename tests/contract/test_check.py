@@ -552,3 +552,12 @@ def test_a_mistyped_key_is_refused_and_99_in_100_times_the_right_one_is_suggeste
 )
 def test_what_people_mean_is_named(sections: dict[str, Any], hint: str) -> None:
     assert hint in {problem.hint for problem in check_job(make_job(**sections))}
+
+
+@pytest.mark.parametrize(("section", "key"), [("launch", "nproc"), ("data", "num_workers")])
+def test_a_document_cannot_fill_the_machine_with_processes(section: str, key: str) -> None:
+    document = make_job()
+    document.setdefault(section, {})[key] = 100_000
+    problems = check_job(document)
+    assert [(each.dotted, each.rule) for each in problems] == [(f"{section}.{key}", "range")]
+    assert problems[0].message == "must be at most 1024, but is 100000"

@@ -114,6 +114,12 @@ JOBS: list[tuple[str, dict[str, Any], str, dict[str, Any]]] = [
     ),
     ("gpus", {"launch": {"include": [0], "exclude": [1]}}, "launch.exclude", {"launch": {"exclude": [1]}}),
     ("gpus", {"launch": {"include": "a:0@b:1"}}, "launch.include", {"launch": {"include": "localhost:0,2"}}),
+    (
+        "processes",
+        {"launch": {"nproc": 64}, "data": {**EVAL, "num_workers": 128}},
+        "data.num_workers",
+        {"launch": {"nproc": 64}, "data": {**EVAL, "num_workers": 127}},
+    ),
     ("gpus", {"launch": {"include": [0], "nproc": 2}}, "launch.include", {"launch": {"include": [0, 1], "nproc": 2}}),
     ("fp16-with-bf16", {"fp16": ON, "bf16": ON}, "bf16.enabled", {"fp16": {"enabled": False}, "bf16": ON}),
     ("amp-with-half-precision", {"amp": ON, "bf16": ON}, "amp.enabled", {"amp": {"enabled": False}, "bf16": ON}),

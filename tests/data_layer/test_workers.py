@@ -2,7 +2,8 @@
 
 import os
 import signal
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
+from functools import partial
 from itertools import islice
 from typing import Any
 
@@ -11,6 +12,8 @@ import torch
 from torch.utils.data import DataLoader, IterableDataset
 
 from dsjob.data import EvaluationBatches, load_training, take_loader
+from dsjob.data.given import LoaderEvaluation
+from dsjob.errors import DataError
 from dsjob.ranks.mesh import World
 
 WORLD = World(data_rank=0, local_rank=0, data_size=1, device=torch.device("cpu"))
@@ -83,3 +86,11 @@ def take_twice(loader: DataLoader[Any]) -> DataLoader[Any]:
 def test_workers_outlive_the_signal_that_their_rank_saves_for(kind: str) -> None:
     batches = [batch.tolist() for batch in islice(READ[kind](), 4)]
     assert batches == [[0, 1], [2, 3], [4, 5], [6, 7]]
+
+
+@pytest.mark.parametrize("take", [partial(take_loader, micro_batch=1), LoaderEvaluation], ids=["train", "eval"])
+@pytest.mark.filterwarnings("ignore:This DataLoader will create")
+def test_a_loader_with_a_million_workers_starts_none(take: Callable[..., object]) -> None:
+    loader = DataLoader(Signalled(), num_workers=1_000_000)
+    with pytest.raises(DataError, match=r"data\.test has num_workers=1,000,000, more than 1,024"):
+        take(loader, world=WORLD, seed=0, name="data.test")

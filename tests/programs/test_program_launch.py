@@ -28,3 +28,11 @@ def test_under_another_launcher_rank_0_alone_tells_that_a_signal_stopped_the_ran
     ranks = [execute(tmp_path, "stopped.py", RANK=rank, LOCAL_RANK=rank, WORLD_SIZE="2") for rank in ("0", "1")]
     began = "dsjob exec: stopped.py on 2 ranks, run folder run\n"
     assert [(done.returncode, done.stderr) for done in ranks] == [(75, f"{began}dsjob: saved\n  again\n"), (75, "")]
+
+
+def test_more_ranks_than_a_machine_has_room_for_are_refused(tmp_path: Path) -> None:
+    (tmp_path / "program.py").write_text("open('ran', 'w')")
+    done = execute(tmp_path, "--num_gpus", "100000", "program.py")
+    assert done.returncode == 2
+    assert "dsjob: error: --num_gpus 100000 is more than 1,024, the most ranks of one machine" in done.stderr
+    assert list(tmp_path.iterdir()) == [tmp_path / "program.py"]

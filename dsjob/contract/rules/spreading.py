@@ -11,8 +11,18 @@ from dsjob.errors import UsageError
 
 # Types of optimizers whose step updates each parameter on its own. `optim.parts` has their classes.
 STEPPED_IN_PARTS = ("adadelta", "adagrad", "adam", "adamw", "adamax", "lion", "nadam", "radam", "rmsprop", "sgd")
+_MOST_PROCESSES = 8192  # on this machine: Linux has 32,768 numbers for processes by default
 
 # Ranks
+
+
+@enter("processes")
+def _processes(document: Document) -> Iterator[Finding]:
+    """So many processes would exhaust the memory of the machine, or the numbers that it has for processes."""
+    ranks, workers = read(document, "launch.nproc", 1), read(document, "data.num_workers", 0)
+    if ranks * (1 + workers) > _MOST_PROCESSES:
+        found = f"{workers:,} workers on each of {ranks:,} ranks are {ranks * workers:,} processes"
+        yield "data.num_workers", f"{found}, more than {_MOST_PROCESSES:,}", "lower it"
 
 
 @enter("gpus")
