@@ -11,18 +11,19 @@ import os
 import re
 import zlib
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import nullcontext
 from dataclasses import dataclass, field
 from typing import Any, BinaryIO, cast
 
 from dsjob import storage
 from dsjob.errors import DataError, DsjobError, how_to_install
+from dsjob.text.expansion import Expanded, Expansion
 
 FORMATS = ("jsonl", "json", "csv", "tsv", "parquet", "txt")
 _ENDINGS = f"one of: {', '.join('.' + known for known in FORMATS)} (also with .gz)"
 _HUB_NAME = re.compile(r"[A-Za-z0-9][\w.-]*/[A-Za-z0-9][\w.-]*")
 _COMMIT = re.compile(r"[0-9a-f]{40}")
 _LONGEST = 256 << 20  # bytes, or characters of a CSV file, in a line: what is longer is no text file
+_ROWS = 64  # of Parquet that are in memory at once: each may be one long value that the file stores once
 _PIECE = 1 << 20  # characters that are tokenised at once of a file that is one text
 
 
@@ -85,7 +86,9 @@ class Source:
 
     def _read_file(self, url: str) -> Iterator[Record]:
         if _is_saved(url):
-            yield from self._take_columns(self._count_rows(_load_saved(url), url), url)
+            size = sum(found.size for found in storage.find_files(url).values())
+            rows = self._count_rows(_load_saved(url), url)
+            yield from self._limit(self._take_columns(rows, url), Expansion(url, lambda: size))
             return
         try:
             yield from self._read_rows(url, find_format(url))
@@ -93,11 +96,13 @@ class Source:
             raise DataError(f"{url} is damaged: {error}", hint="copy or compress it again") from error
 
     def _read_rows(self, url: str, kind: str) -> Iterator[Record]:
-        with storage.open_read(url) as raw, gzip.open(raw) if _is_gzip(url) else nullcontext(raw) as opened:
-            file, size = cast("BinaryIO", opened), storage.describe(url).size
+        with storage.open_read(url) as raw:
+            size = storage.describe(url).size
             self.progress.measure = lambda: min(1.0, raw.tell() / max(1, size))
+            file = _expand(raw, Expansion(url, raw.tell)) if _is_gzip(url) else raw
             if kind == "parquet":
-                yield from self._take_columns(_read_parquet(file, list(self.columns.values()), url), url)
+                rows = _read_parquet(file, list(self.columns.values()), url)
+                yield from self._limit(self._take_columns(rows, url), Expansion(url, lambda: size))
             elif kind == "txt":
                 if self.columns != {"text": "text"}:
                     raise DataError(f"{url} is a text file, which has no columns", hint="leave out columns")
@@ -111,6 +116,11 @@ class Source:
         self.progress.measure = lambda: number / len(rows)
         for number, row in enumerate(rows):
             yield f"{url}: row {number}", row
+
+    def _limit(self, records: Iterator[Record], expansion: Expansion) -> Iterator[Record]:
+        for record in records:
+            expansion.add(len(record.text) + len(record.prompt or ""))
+            yield record
 
     def _take_columns(self, rows: Iterator[tuple[str, Mapping[str, Any]]], url: str) -> Iterator[Record]:
         for place, row in rows:
@@ -177,6 +187,10 @@ def find_format(url: str) -> str:
     return kind
 
 
+def _expand(raw: BinaryIO, expansion: Expansion) -> BinaryIO:
+    return cast("BinaryIO", io.BufferedReader(Expanded(gzip.GzipFile(fileobj=raw), expansion)))
+
+
 def _is_gzip(url: str) -> bool:
     return url.lower().endswith(".gz")
 
@@ -236,7 +250,7 @@ def _read_parquet(file: BinaryIO, columns: list[str], url: str) -> Iterator[tupl
     try:
         opened = parquet.ParquetFile(file)
         names = set(opened.schema_arrow.names)
-        for batch in opened.iter_batches(1024, columns=[name for name in columns if name in names] or None):
+        for batch in opened.iter_batches(_ROWS, columns=[name for name in columns if name in names] or None):
             for row in batch.to_pylist():
                 yield f"{url}: row {number}", row
                 number += 1
