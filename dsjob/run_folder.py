@@ -19,7 +19,7 @@ from typing import Any, BinaryIO
 from dsjob import storage
 from dsjob.contract.environment import mask_texts
 from dsjob.contract.paths import Path, get_at
-from dsjob.errors import DsjobError, StorageError
+from dsjob.errors import DsjobError, FencedError, StorageError
 from dsjob.files import (
     append_bytes,
     lock,
@@ -41,8 +41,10 @@ TRACEBACK_PREFIX = "traceback-"
 SUPERSEDED_METRICS_NAME = "metrics-superseded.jsonl"
 MONITORS_NAME = "monitors.json"  # what the monitors of a run have received
 RUNNING_NAME = "running"  # locked while a run is under way
+STARTS_NAME = "starts"  # how many runs have begun to train in the folder
 SAVE_REQUEST = "save-now"  # users create this file to request a checkpoint
 STOP_REQUEST = "stop-now"  # users create this file to end a run as after its last step
+_TRIES, _PAUSE = 100, 0.02  # to get a lock; seconds between them
 
 
 def make_run_dir(pattern: str, name: str) -> str:
@@ -116,6 +118,50 @@ def is_running(run_dir: str) -> bool:
         return True
     except (OSError, StorageError):
         return False
+
+
+class Claim:
+    """The claim of a run that begins to train in a folder: until a newer one begins there, it may write the files of
+    the run. The checkpoints have claims of their own (`dsjob.checkpoint.root.attempts`)."""
+
+    def __init__(self, run_dir: str) -> None:
+        """Claims the folder. Raises StorageError."""
+        self._run_dir = run_dir
+        with self._locked() as file:
+            self._number = _read_number(file) + 1
+            file.seek(0)
+            file.write(b"%d\n" % self._number)
+
+    @contextmanager
+    def writing(self) -> Iterator[None]:
+        """No newer run begins while the block writes. Raises FencedError if one has begun."""
+        with self._locked() as file:
+            if _read_number(file) > self._number:
+                raise FencedError(
+                    f"a newer run has begun in {self._run_dir}; this one no longer writes there",
+                    hint="stop this run and keep the newer one; to run two jobs at once, give each its own output.dir",
+                )
+            yield
+
+    @contextmanager
+    def _locked(self) -> Iterator[BinaryIO]:
+        path = os.path.join(self._run_dir, STARTS_NAME)
+        open_append(path).close()
+        with open_update(path) as file:
+            for _ in range(_TRIES):  # and no more: a run that is suspended keeps its lock
+                try:
+                    fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
+                    break
+                except BlockingIOError:
+                    time.sleep(_PAUSE)
+                except OSError:  # files cannot be locked there
+                    break
+            yield file
+
+
+def _read_number(file: BinaryIO) -> int:
+    text = file.read(20).strip()
+    return int(text) if text.isdigit() else 0
 
 
 def write_resolved(run_dir: str, document: Mapping[str, Any]) -> None:

@@ -4,13 +4,15 @@ from __future__ import annotations
 
 import json
 import os
+import time
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
 import pytest
 
 from dsjob import run_folder
-from dsjob.errors import DsjobError, StorageError
-from dsjob.run_folder import make_run_dir, read_resolved, read_result, supersede_metrics
+from dsjob.errors import DsjobError, FencedError, StorageError
+from dsjob.run_folder import Claim, make_run_dir, read_resolved, read_result, supersede_metrics
 
 
 def write(folder: Path, steps: list[int], name: str = "metrics.jsonl") -> Path:
@@ -131,3 +133,51 @@ def test_a_folder_in_the_place_of_the_result_stays(tmp_path: Path) -> None:
     with pytest.raises(StorageError, match=r"result\.json: it is a folder"):
         run_folder.write_resolved(str(tmp_path), {})
     assert (tmp_path / "result.json" / "kept").read_text() == "x"
+
+
+def test_the_newest_claim_alone_may_write(tmp_path: Path) -> None:
+    old = Claim(str(tmp_path))
+    with old.writing():
+        pass
+    new = Claim(str(tmp_path))
+    for _ in range(2):
+        with pytest.raises(FencedError, match=r"a newer run has begun in .*; this one no longer writes"), old.writing():
+            raise AssertionError
+        with new.writing():
+            pass
+
+
+def test_a_newer_run_begins_before_or_after_a_write_and_not_within(tmp_path: Path) -> None:
+    old = Claim(str(tmp_path))
+    with ThreadPoolExecutor() as pool:
+        with old.writing():
+            newer = pool.submit(Claim, str(tmp_path))
+            time.sleep(0.1)
+            assert not newer.done()
+        newer.result()
+    with pytest.raises(FencedError), old.writing():
+        raise AssertionError
+
+
+def test_a_suspended_run_does_not_hold_up_a_newer_one(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(run_folder, "_PAUSE", 0.001)
+    with Claim(str(tmp_path)).writing():
+        Claim(str(tmp_path))
+
+
+@pytest.mark.parametrize("content", [b"", b"x", b"-1", b"\xff" * 99])
+def test_a_damaged_count_of_starts_is_no_obstacle(tmp_path: Path, content: bytes) -> None:
+    (tmp_path / "starts").write_bytes(content)
+    claim = Claim(str(tmp_path))
+    with claim.writing():
+        pass
+    (tmp_path / "starts").unlink()  # by somebody who tidies up
+    with claim.writing():
+        pass
+
+
+def test_starts_are_not_counted_through_a_link(tmp_path: Path) -> None:
+    (tmp_path / "starts").symlink_to(tmp_path / "elsewhere")
+    with pytest.raises(StorageError, match="is a symbolic link"):
+        Claim(str(tmp_path))
+    assert not (tmp_path / "elsewhere").exists()

@@ -16,7 +16,7 @@ from typing import Any
 from dsjob import storage
 from dsjob.contract.resolved import ResolvedJob
 from dsjob.contract.spec import Launch
-from dsjob.errors import DsjobError, Interrupted, LaunchError, Preempted, UsageError
+from dsjob.errors import DsjobError, FencedError, Interrupted, LaunchError, Preempted, UsageError
 from dsjob.files import temporary_folder
 from dsjob.launch import devices, rank
 from dsjob.launch.supervisor import Supervisor
@@ -113,8 +113,9 @@ def telling_what_is_kept(run_dir: str, document: Mapping[str, Any]) -> Iterator[
 
 
 def _write_failure(run_dir: str, error: BaseException) -> None:
-    """Writes result.json for a run that `error` has ended. Keeps an existing one, which is an earlier run's."""
-    if os.path.exists(os.path.join(run_dir, RESULT_NAME)):
+    """Writes result.json for a run that `error` has ended. Keeps an existing one, which is an earlier run's, and leaves
+    the folder to a newer run."""
+    if os.path.exists(os.path.join(run_dir, RESULT_NAME)) or isinstance(error, FencedError):
         return
     code = error.exit_code if isinstance(error, DsjobError) else 130 if isinstance(error, KeyboardInterrupt) else 1
     status = "stopped" if isinstance(error, (Interrupted, Preempted, KeyboardInterrupt)) else "failed"

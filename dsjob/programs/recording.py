@@ -12,6 +12,7 @@ import os
 import sys
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager, suppress
+from functools import cache
 from typing import Any, ClassVar
 
 import torch
@@ -22,11 +23,11 @@ from dsjob.contract.secrets import hide_secrets
 from dsjob.deepspeed import entry
 from dsjob.deepspeed.runtime import engine
 from dsjob.deepspeed.runtime.pipe import engine as pipe
-from dsjob.errors import StorageError
+from dsjob.errors import FencedError, StorageError
 from dsjob.files import append_bytes
 from dsjob.programs import guard, origins
 from dsjob.ranks.watchdog import position
-from dsjob.run_folder import METRICS_NAME, drop_non_finite
+from dsjob.run_folder import METRICS_NAME, Claim, drop_non_finite
 
 CONFIG_NAME = "deepspeed"  # .json; deepspeed-2.json for the second engine of a program
 _MOST_UNREAD = 10  # steps whose values may stay on the device; also what `steps_per_print` is by default
@@ -42,6 +43,7 @@ class Recorder:
         self._losses: list[Tensor] = []
         self._unread: list[tuple[dict[str, Any], list[Tensor | None]]] = []
         if run_dir:
+            self._claim = _claim(run_dir)
             name = CONFIG_NAME if number == 1 else f"{CONFIG_NAME}-{number}"
             text = json.dumps(hide_secrets(dict(config)), indent=2, default=str)
             storage.write_bytes(os.path.join(run_dir, f"{name}.json"), text.encode() + b"\n")
@@ -82,10 +84,16 @@ class Recorder:
         if not lines:
             return
         try:
-            append_bytes(os.path.join(self._run_dir, METRICS_NAME), "".join(lines).encode())
-        except StorageError as error:  # the disk is full, for example: the program itself can go on
+            with self._claim.writing():
+                append_bytes(os.path.join(self._run_dir, METRICS_NAME), "".join(lines).encode())
+        except (StorageError, FencedError) as error:  # the disk is full, for example: the program itself can go on
             print(f"dsjob exec: no more metrics are recorded: {error.message}", file=sys.stderr)  # noqa: T201
             self._run_dir = ""
+
+
+@cache  # all engines of a process share it
+def _claim(run_dir: str) -> Claim:
+    return Claim(run_dir)
 
 
 class _Recorded(engine.DeepSpeedEngine):

@@ -8,10 +8,18 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 
 from dsjob.errors import DsjobError
-from dsjob.run_folder import LOGS_NAME, RESOLVED_NAME, RESULT_NAME, RUNNING_NAME, SAVE_REQUEST, TRACEBACK_PREFIX
+from dsjob.run_folder import (
+    LOGS_NAME,
+    RESOLVED_NAME,
+    RESULT_NAME,
+    RUNNING_NAME,
+    SAVE_REQUEST,
+    STARTS_NAME,
+    TRACEBACK_PREFIX,
+)
 
 # Files of a start, which the same command would write again.
-_DOCUMENTS = {RESOLVED_NAME, RESULT_NAME, RUNNING_NAME, SAVE_REQUEST}
+_DOCUMENTS = {RESOLVED_NAME, RESULT_NAME, RUNNING_NAME, SAVE_REQUEST, STARTS_NAME}
 _ATTEMPTS = os.path.join("checkpoints", "attempts")
 
 

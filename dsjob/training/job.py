@@ -42,7 +42,7 @@ from dsjob.training.pipelines import PipelinedStep, build_passes, read_first
 from dsjob.training.requests import Requests
 from dsjob.training.resume import find_best, load_best, resume
 from dsjob.training.run import Result, Run
-from dsjob.training.run_files import EnvironmentFile, JobFiles, MetricsFile
+from dsjob.training.run_files import EnvironmentFile, RunFiles
 from dsjob.training.saves import lacks_metrics
 from dsjob.training.stage_models import build_stage_models
 from dsjob.training.summary import describe_run
@@ -214,8 +214,7 @@ def _require_enough(spec: JobSpec, samples: int | None, display: Display) -> Non
 
 def _list_own(job: ResolvedJob, run_dir: str, display: Display, delivery: Delivery) -> list[Callback]:
     """The callbacks that every run has. They come before those of the document."""
-    first, environment = JobFiles(run_dir, job), EnvironmentFile(run_dir)
-    return [first, environment, display, MetricsFile(run_dir), MonitorValues(delivery)]
+    return [RunFiles(run_dir, job), EnvironmentFile(run_dir), display, MonitorValues(delivery)]
 
 
 def _watch_occasions(spec: JobSpec, run_dir: str, world: World, requests: Requests, passed: Passed) -> Occasions:

@@ -21,6 +21,7 @@ from dsjob.ranks.mesh import World
 from dsjob.run_folder import (
     METRICS_NAME,
     SUPERSEDED_METRICS_NAME,
+    Claim,
     append_given,
     drop_non_finite,
     supersede_metrics,
@@ -28,20 +29,58 @@ from dsjob.run_folder import (
 )
 
 
-class JobFiles(Callback):
-    """Writes resolved.json and a line of job.jsonl into a run's folder at the first log record; rank 0 alone.
+class RunFiles(Callback):
+    """Writes the files of a run's folder that say what it trains, and how far it is; rank 0 alone.
 
-    A run that fails at once leaves the files of an earlier run.
+    resolved.json and a line of job.jsonl are written at the first log record: a run that fails at once leaves the files
+    of an earlier run. metrics.jsonl has a line of JSON for every log record and evaluation, and each step once: before
+    it writes its first line, a resumed run moves the lines of steps that it repeats to another file.
+
+    Once a newer run has begun in the folder, raises FencedError instead.
     """
 
     def __init__(self, run_dir: str, job: ResolvedJob) -> None:
-        self._run_dir, self._job, self._written = run_dir, job, False
+        self._run_dir, self._job = run_dir, job
+        self._claim: Claim | None = None
+        self._begun_at = 0
+        self._has_job = False
+        self._file: IO[str] | None = None
+
+    def on_start(self, run: RunView) -> None:
+        if run.engine.global_rank == 0:
+            for name in (METRICS_NAME, SUPERSEDED_METRICS_NAME):
+                require_own(os.path.join(self._run_dir, name))
+            self._begun_at = run.step
+            self._claim = Claim(self._run_dir)
 
     def on_log(self, run: RunView, record: Mapping[str, float]) -> None:
-        if run.engine.global_rank == 0 and not self._written:
-            write_resolved(self._run_dir, self._job.document)
-            append_given(self._run_dir, self._job.given)
-            self._written = True
+        if self._claim is not None:
+            with self._claim.writing():
+                if not self._has_job:
+                    write_resolved(self._run_dir, self._job.document)
+                    append_given(self._run_dir, self._job.given)
+                    self._has_job = True
+                self._append(record)
+
+    def on_eval(self, run: RunView, metrics: Mapping[str, float]) -> None:
+        if self._claim is not None:
+            with self._claim.writing():
+                self._append({"step": run.step, **metrics})
+
+    def on_end(self, run: RunView) -> None:
+        if self._file is not None:
+            self._file.close()
+            self._file = None
+
+    def _append(self, record: Mapping[str, Any]) -> None:
+        path = os.path.join(self._run_dir, METRICS_NAME)
+        if self._file is None:  # not in on_start: a run that fails before its first record changes nothing
+            supersede_metrics(self._run_dir, self._begun_at)
+            self._file = io.TextIOWrapper(open_append(path), encoding="utf-8")  # open for the rest of the run
+        with explained(path):
+            self._file.write(json.dumps(mask_texts(drop_non_finite(record))) + "\n")
+            # So that the line survives a kill, and other programs can follow the file.
+            self._file.flush()
 
 
 class EnvironmentFile(Callback):
@@ -84,44 +123,3 @@ def _describe_devices(world: World) -> dict[str, Any]:
             "cuda": torch.version.cuda,
         },
     }
-
-
-class MetricsFile(Callback):
-    """Appends every log record and evaluation to metrics.jsonl in a run's folder, one JSON object per line, on rank 0.
-
-    Each step appears once: before it writes its first line, a resumed run moves the lines of steps that it repeats to
-    another file.
-    """
-
-    def __init__(self, run_dir: str) -> None:
-        self._run_dir = run_dir
-        self._begun_at: int | None = None
-        self._file: IO[str] | None = None
-
-    def on_start(self, run: RunView) -> None:
-        if run.engine.global_rank == 0:
-            for name in (METRICS_NAME, SUPERSEDED_METRICS_NAME):
-                require_own(os.path.join(self._run_dir, name))
-            self._begun_at = run.step
-
-    def on_log(self, run: RunView, record: Mapping[str, float]) -> None:
-        self._write(record)
-
-    def on_eval(self, run: RunView, metrics: Mapping[str, float]) -> None:
-        self._write({"step": run.step, **metrics})
-
-    def on_end(self, run: RunView) -> None:
-        if self._file is not None:
-            self._file.close()
-            self._file = None
-
-    def _write(self, record: Mapping[str, Any]) -> None:
-        if self._begun_at is not None:  # not in on_start: a run that fails before its first record changes nothing
-            supersede_metrics(self._run_dir, self._begun_at)
-            self._begun_at, path = None, os.path.join(self._run_dir, METRICS_NAME)
-            self._file = io.TextIOWrapper(open_append(path), encoding="utf-8")  # open for the rest of the run
-        if self._file is not None:
-            with explained(os.path.join(self._run_dir, METRICS_NAME)):
-                self._file.write(json.dumps(mask_texts(drop_non_finite(record))) + "\n")
-                # So that the line survives a kill, and other programs can follow the file.
-                self._file.flush()

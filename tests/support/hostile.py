@@ -153,7 +153,7 @@ MORE = (
     _try("pip.main", ["install", "evil"]),
     _try("pytest.main", ["."]),
     _try("dsjob.storage.write_bytes", MARKER, "x"),
-    _try("dsjob.training.run_files.MetricsFile", MARKER),
+    _try("dsjob.training.run_files.RunFiles", MARKER),
     _try("dsjob.launch.launcher.start", {}, MARKER),
     _try("dsjob.cli.main", ["--trust", "os", "evil.json"]),
     _try("dsjob.trust.targets.call_target", _try("os.system", TOUCH)),
