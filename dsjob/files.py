@@ -207,6 +207,50 @@ def sync_names(path: str) -> None:
         os.close(handle)
 
 
+def open_cache(name: str, what: str, chosen: str | None, variable: str) -> str:
+    """A folder for what this user's processes build and will load as code: `chosen`, by the environment variable
+    `variable`, or `dsjob/NAME` in the user's cache folder. Creates it. what: its content, for messages.
+
+    Raises StorageError for a folder that other users can write to: they could place a library there, which would be
+    loaded.
+    """
+    try:
+        folder = os.path.expanduser(chosen or f"{os.environ.get('XDG_CACHE_HOME') or '~/.cache'}/dsjob/{name}")
+        if folder.startswith("~"):  # a container's user without a name, and without HOME
+            hint = f"name one with {variable}=/path"
+            raise StorageError(f"this user has no home folder for {what}", hint=hint)
+        os.makedirs(folder, mode=0o700, exist_ok=True)
+        folder = os.path.realpath(folder)
+        found = os.stat(folder)
+        above = next((parent for parent in _list_parents(folder) if _is_open(parent)), "")
+    except OSError as error:
+        hint = f"name another with {variable}"
+        raise StorageError(f"cannot create the folder of {what} {folder}: {error.strerror}", hint=hint) from error
+    if above:
+        raise StorageError(
+            f"other users can replace the folder of {what} {folder}, since they can write to {above}",
+            hint=f"name a folder of your own with {variable}",
+        )
+    if found.st_uid != os.geteuid() or found.st_mode & (stat.S_IWGRP | stat.S_IWOTH):
+        raise StorageError(
+            f"other users can write to the folder of {what} {folder}",
+            hint=f"chmod 700 {folder}, or name a folder of your own with {variable}",
+        )
+    return folder
+
+
+def _list_parents(path: str) -> Iterator[str]:
+    while (above := os.path.dirname(path)) != path:
+        yield above
+        path = above
+
+
+def _is_open(folder: str) -> bool:
+    """Whether everyone may rename what others have put into a folder. Sticky folders such as /tmp prevent that."""
+    mode = os.stat(folder).st_mode
+    return bool(mode & stat.S_IWOTH) and not mode & stat.S_ISVTX
+
+
 def lock(path: str) -> BinaryIO | None:
     """The file, created if necessary and locked by this process alone; None if it cannot be locked, or another process
     has the lock. A lock ends with its process, however that ends."""

@@ -12,7 +12,6 @@ import fcntl
 import hashlib
 import os
 import shutil
-import stat
 import subprocess
 import sys
 import tempfile
@@ -20,7 +19,8 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
 
-from dsjob.errors import BuildError
+from dsjob import files
+from dsjob.errors import BuildError, StorageError
 from dsjob.home import find_again
 from dsjob.ops.registry import Op
 from dsjob.ops.toolchain import (
@@ -41,43 +41,12 @@ _SHOWN = 12  # lines of a compiler's output in an error
 def open_cache() -> Path:
     """The folder of built ops: DSJOB_OPS_DIR, or `dsjob/ops` in the user's cache folder. Creates it.
 
-    Raises BuildError for a folder that other users can write to: they could place a library there, which dsjob would
-    load.
+    Raises BuildError for a folder that other users can write to.
     """
-    chosen = os.environ.get("DSJOB_OPS_DIR")
     try:
-        caches = os.environ.get("XDG_CACHE_HOME") or "~/.cache"
-        folder = Path(chosen or f"{caches}/dsjob/ops").expanduser()
-    except RuntimeError as error:  # a container's user without a name, and without HOME
-        raise BuildError(
-            "this user has no home folder for built ops", hint="name one with DSJOB_OPS_DIR=/path"
-        ) from error
-    try:
-        folder.mkdir(mode=0o700, parents=True, exist_ok=True)
-        folder = folder.resolve()
-        found = folder.stat()
-    except OSError as error:
-        raise BuildError(
-            f"cannot create the folder of built ops {folder}: {error.strerror}", hint="name another with DSJOB_OPS_DIR"
-        ) from error
-    above = [parent for parent in folder.parents if _is_open(parent)]
-    if above:
-        raise BuildError(
-            f"other users can replace the folder of built ops {folder}, since they can write to {above[0]}",
-            hint="name a folder of your own with DSJOB_OPS_DIR",
-        )
-    if found.st_uid != os.geteuid() or found.st_mode & (stat.S_IWGRP | stat.S_IWOTH):
-        raise BuildError(
-            f"other users can write to the folder of built ops {folder}",
-            hint=f"chmod 700 {folder}, or name a folder of your own with DSJOB_OPS_DIR",
-        )
-    return folder
-
-
-def _is_open(folder: Path) -> bool:
-    """Whether everyone may rename what others have put into a folder. Sticky folders such as /tmp prevent that."""
-    mode = folder.stat().st_mode
-    return bool(mode & stat.S_IWOTH) and not mode & stat.S_ISVTX
+        return Path(files.open_cache("ops", "built ops", os.environ.get("DSJOB_OPS_DIR"), "DSJOB_OPS_DIR"))
+    except StorageError as error:
+        raise BuildError(error.message, hint=error.hint) from error
 
 
 def key_of(op: Op) -> str:

@@ -18,7 +18,7 @@ OPS = PACKAGE.parent / "ops"  # dsjob.ops
 
 # The rooms of dsjob/ from the ground up: an import leads to a floor below. `dsjob` itself only points at them.
 FLOORS: tuple[tuple[str, ...], ...] = (
-    ("errors", "home"),
+    ("after_import", "errors", "home"),
     ("contract", "files"),
     ("storage", "planning", "pipelines"),
     ("run_folder", "document", "provenance"),

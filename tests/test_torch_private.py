@@ -1,4 +1,4 @@
-"""torch's private names: in two modules alone, and each as dsjob expects it on the torch that is installed."""
+"""torch's private names: in three modules alone, and each as dsjob expects it on the torch that is installed."""
 
 from __future__ import annotations
 
@@ -27,7 +27,7 @@ from dsjob import torch_private
 from dsjob.ranks.mesh import World
 from dsjob.torch_private import fsdp
 
-HERE = ("torch_private", "torch_private.fsdp")
+HERE = ("torch_private", "torch_private.compile_cache", "torch_private.fsdp")
 STANDALONE = "checkpoint.format.zero_to_fp32"
 # Private names of other libraries, by the module that uses them: not torch's, whatever they are called.
 OTHERS = {

@@ -26,6 +26,7 @@ from dsjob.compute.find_blocks import find_blocks
 from dsjob.contract.spec import EngineSpec
 from dsjob.errors import ContractError
 from dsjob.torch_private import COMPILER_LOG, LIMIT_REACHED, raise_recompile_limit
+from dsjob.torch_private.compile_cache import use_private_cache
 
 _FOR_ONE = 8  # torch's default recompile_limit
 
@@ -65,11 +66,13 @@ def prepare_blocks(model: nn.Module, spec: EngineSpec) -> None:
 def compile_blocks(model: nn.Module, backend: str, **options: Any) -> None:
     """Compiles the repeated blocks of `model` in place, or the whole model if it has none; also after sharding.
 
-    options: arguments of torch.compile. Raises ContractError if torch does not know the backend.
+    options: arguments of torch.compile. Raises ContractError if torch does not know the backend, StorageError if there
+    is no folder for compiled code to which no other user can write.
     """
     if backend not in torch.compiler.list_backends(()):  # also those for debugging
         known = ", ".join(torch.compiler.list_backends())
         raise ContractError(f"compile.backend: torch has no backend {backend}", hint=f"available: {known}")
+    use_private_cache()
     blocks = find_blocks(model, sharing=True) or [model]
     for block in blocks:
         # The compiler must see a policy by operator, but the other recomputation would only break its graphs.

@@ -10,16 +10,13 @@ import os
 import sys
 import threading
 import time
-from collections.abc import Sequence
 from contextlib import suppress
 from dataclasses import replace
+from functools import partial
 from importlib import import_module
-from importlib.abc import MetaPathFinder
-from importlib.machinery import ModuleSpec
-from importlib.util import find_spec
-from types import ModuleType
 from typing import TYPE_CHECKING, Any
 
+from dsjob.after_import import call_after_import
 from dsjob.errors import LaunchError
 from dsjob.programs.folder import conclude
 from dsjob.ranks.failures import Failure
@@ -100,35 +97,6 @@ class Guard:
             self._watchdog = Watchdog(self._board, rank=rank, timeout=timeout)
 
 
-class _AfterImport(MetaPathFinder):
-    """Calls `install` of a module of dsjob right after the program has imported another module."""
-
-    def __init__(self, awaited: str, name: str) -> None:
-        self._awaited, self._name, self._looks = awaited, name, False
-
-    def find_spec(
-        self, fullname: str, path: Sequence[str] | None, target: ModuleType | None = None
-    ) -> ModuleSpec | None:
-        if fullname != self._awaited or self._looks:
-            return None
-        self._looks = True
-        try:
-            found = find_spec(fullname)
-        finally:
-            self._looks = False
-        loader = found.loader if found is not None else None
-        if loader is not None and guard is not None and guard.is_here:
-            execute = loader.exec_module
-
-            def execute_and_install(module: ModuleType) -> None:
-                execute(module)
-                sys.meta_path.remove(self)  # not before: programs also look for a module without importing it
-                import_module(self._name).install()
-
-            loader.exec_module = execute_and_install  # type: ignore[method-assign]
-        return found
-
-
 def _set_doing(what: str) -> Position | None:
     """Returns where this process is; None if nothing keeps track of it."""
     watchdog: Any = sys.modules.get("dsjob.ranks.watchdog")
@@ -154,8 +122,10 @@ def begin(folder: str, run_dir: str) -> Guard:
         ("accelerate.accelerator", "dsjob.programs.process_group"),
         ("dsjob.deepspeed", "dsjob.programs.recording"),
     ):
-        if awaited in sys.modules:  # something at the start of the interpreter, such as a .pth file, has imported it
-            import_module(name).install()
-        else:
-            sys.meta_path.insert(0, _AfterImport(awaited, name))
+        call_after_import(awaited, partial(_install, name))
     return guard
+
+
+def _install(name: str) -> None:
+    if guard is not None and guard.is_here:
+        import_module(name).install()

@@ -68,7 +68,7 @@ def choose_ranks(
     """
     place = (address or "127.0.0.1", port)
     if port is not None:
-        _require_free_port(*place)
+        _require_free_port(place[0], port)
     if include is not None or exclude is not None:
         if count is not None:
             raise UsageError("--num_gpus excludes --include and --exclude", hint="these also say how many GPUs to use")

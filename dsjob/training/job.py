@@ -23,12 +23,13 @@ from dsjob.contract.resolved import ResolvedJob
 from dsjob.contract.spec import JobSpec
 from dsjob.data import StreamLoader
 from dsjob.data.given import StatefulLoader
-from dsjob.errors import DsjobError
+from dsjob.errors import DsjobError, StorageError
 from dsjob.monitors.delivery import Delivery
 from dsjob.ranks.mesh import World
 from dsjob.ranks.seeding import seed_rng
 from dsjob.ranks.waiting import waiting_for_all
 from dsjob.run_folder import LOGS_NAME, SAVE_REQUEST, STOP_REQUEST, TRACEBACK_PREFIX, read_result, write_result
+from dsjob.torch_private.compile_cache import use_private_cache
 from dsjob.training import build, loop
 from dsjob.training.advice import note_few_samples, train_longer
 from dsjob.training.directions import settle_best
@@ -64,6 +65,8 @@ def run_job(job: ResolvedJob, run_dir: str, world: World, trust: Trust) -> Resul
     spec = job.spec
     display = make_display(shown=world.everyone.rank == 0)
     started = time.monotonic()
+    with suppress(StorageError):  # only compiling needs it, which raises it again
+        use_private_cache()
     try:
         if not spec.trains:
             with refuse_exits(), matmul_precision(spec.trainer.matmul_precision):

@@ -184,11 +184,12 @@ def test_a_folder_that_others_can_write_to_is_refused(
     for name in ("DSJOB_OPS_DIR", "XDG_CACHE_HOME"):
         monkeypatch.delenv(name, raising=False)
 
-    def lack(self: Path) -> Path:
-        raise RuntimeError("Could not determine home directory.")
+    def lack(user: int) -> None:
+        raise KeyError(user)
 
     with monkeypatch.context() as nameless:
-        nameless.setattr(build.Path, "expanduser", lack)
+        nameless.delenv("HOME")
+        nameless.setattr("pwd.getpwuid", lack)
         with pytest.raises(BuildError, match="this user has no home folder"):
             build.open_cache()
     monkeypatch.setenv("HOME", str(tmp_path))
