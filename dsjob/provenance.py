@@ -18,7 +18,8 @@ from collections.abc import Callable, Iterator, Mapping
 from contextlib import suppress
 from typing import Any
 
-from dsjob.contract.environment import HARMLESS, MIN_MASKED, mask_texts
+from dsjob.contract.environment import HARMLESS
+from dsjob.contract.masking import MIN_MASKED, mask_texts
 from dsjob.contract.secrets import hide_secrets, is_secret, redact
 from dsjob.errors import StorageError
 from dsjob.files import append_bytes, open_read, read_lines_backwards

@@ -17,7 +17,7 @@ from contextlib import contextmanager, suppress
 from typing import Any, BinaryIO
 
 from dsjob import storage
-from dsjob.contract.environment import mask_texts
+from dsjob.contract.masking import mask_texts
 from dsjob.contract.paths import Path, get_at
 from dsjob.errors import DsjobError, FencedError, StorageError
 from dsjob.files import (

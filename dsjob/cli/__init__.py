@@ -14,7 +14,7 @@ from os import _exit  # the real one, which `exits` replaces
 from typing import Any, NoReturn
 
 from dsjob.contract import locations
-from dsjob.contract.environment import watch_output
+from dsjob.contract.masked_output import watch_output
 from dsjob.errors import DocumentError, DsjobError, Preempted, UsageError
 from dsjob.ranks.signals import handling
 from dsjob.trust.exits import keep_exit_code

@@ -14,7 +14,7 @@ from omegaconf import DictConfig, OmegaConf, open_dict
 
 from dsjob.cli.flags import allow_protocols
 from dsjob.contract.directions import falls
-from dsjob.contract.environment import mask
+from dsjob.contract.masking import mask
 from dsjob.contract.rules import RULES
 from dsjob.document import Document
 from dsjob.document import compose as composition

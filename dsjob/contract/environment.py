@@ -1,25 +1,22 @@
-"""Environment variables in documents: harmless ones, references to all others, and masking of their values.
+"""Environment variables in documents: harmless ones, and references to all others.
 
 A reference, `${oc.env:NAME}`, stays that text in every document that is printed or saved; `targets` reads the variable
-when it calls the target. From then on its value is masked wherever text leaves the process: `watch_output` covers
-standard output and error, `mask` and `mask_texts` cover what is written to files.
+when it calls the target. From then on its value is masked wherever text leaves the process
+(`dsjob.contract.masking`, `dsjob.contract.masked_output`).
 
-Not masked are values of fewer than 6 characters, names of existing files, and output of native code or of the user's
-child processes. Hydra's `--cfg all --resolve` prints values, because the user asks for it.
+Not masked are values of fewer than 6 characters, and names of existing files. Hydra's `--cfg all --resolve` prints
+values, because the user asks for it.
 """
 
 from __future__ import annotations
 
-import base64
-import json
 import os
 import re
-import sys
 from collections.abc import Iterator, Mapping
-from contextlib import contextmanager
 from dataclasses import dataclass
-from typing import Any, TextIO
-from urllib.parse import quote, quote_plus
+from typing import Any
+
+from dsjob.contract.masking import add_value
 
 # Names of users, machines, jobs and ranks, and their folders: these values may appear in any file and any URL.
 HARMLESS = frozenset(
@@ -34,7 +31,6 @@ HARMLESS = frozenset(
     )
 )
 CONFIG = "~/.config/dsjob/config.yaml"  # its list `environment` adds to HARMLESS
-MIN_MASKED = 6  # characters: masking shorter values would garble unrelated output
 _MAX_NESTED = 10  # levels of references in defaults of references
 _OPEN = re.compile(r"\$\{oc\.env:\s*([A-Za-z_]\w*)\s*")
 _LITERAL = re.compile(r"'([^'\"\\${}\n]*)'|\"([^'\"\\${}\n]*)\"|([\w./:@%+-]+(?: +[\w./:@%+-]+)*)")
@@ -80,7 +76,7 @@ class Reference:
             if not self.has_default:
                 raise KeyError(self.name)
             return self.default.read() if isinstance(self.default, Reference) else self.default
-        _add_value(value)
+        add_value(value)
         return value
 
 
@@ -128,87 +124,8 @@ def list_references(value: Any) -> Iterator[Reference]:
         yield found
 
 
-# ---- masking
-
-
-_spellings: set[str] = set()
-_pattern: re.Pattern[str] | None = None
-
-
 def hide_values(document: Any) -> None:
     """Masks the values of all references in a document from now on, whether or not this process reads them."""
     for reference in list_references(document):
         for name in reference.names:
-            _add_value(os.environ.get(name, ""))
-
-
-def _add_value(value: str) -> None:
-    global _pattern
-    for text in {value, *(line.strip() for line in value.splitlines())}:
-        # Names of files and folders are no secrets, and dsjob's messages need them. A short number is not masked
-        # either: it would be found in many other numbers.
-        if len(text) >= MIN_MASKED and not (os.path.exists(text) or (len(text) < 8 and _is_number(text))):
-            _spellings.update(spelling for spelling in _list_spellings(text) if spelling not in _spellings)
-    if _spellings:
-        _pattern = re.compile("|".join(re.escape(text) for text in sorted(_spellings, key=len, reverse=True)))
-
-
-def _is_number(text: str) -> bool:
-    try:
-        float(text)
-    except ValueError:
-        return False
-    return True
-
-
-def _list_spellings(value: str) -> Iterator[str]:
-    """The forms in which a value may occur in a text: as it is, escaped for Python, JSON or a URL, and in base64."""
-    raw = value.encode(errors="surrogateescape")
-    yield from (value, repr(value)[1:-1], ascii(value)[1:-1], repr(raw)[2:-1])
-    yield from (json.dumps(value)[1:-1], json.dumps(value, ensure_ascii=False)[1:-1])
-    yield from (quote(raw), quote(raw, safe=""), quote_plus(raw))
-    yield "".join(c if c.isprintable() else ascii(c)[1:-1] for c in value)
-    yield base64.b64encode(raw).decode().rstrip("=")
-
-
-def mask(text: str) -> str:
-    """`text` with *** for each value that was read from the environment."""
-    return _pattern.sub("***", text) if _pattern is not None else text
-
-
-def mask_texts(value: Any) -> Any:
-    """A JSON value with its texts and keys masked; numbers stay."""
-    if isinstance(value, str):
-        return mask(value)
-    if isinstance(value, Mapping):
-        return {mask_texts(key): mask_texts(item) for key, item in value.items()}
-    return [mask_texts(item) for item in value] if isinstance(value, (list, tuple)) else value
-
-
-class _Masked:
-    """A text stream that masks what is written to it, and otherwise behaves like the stream that it wraps."""
-
-    def __init__(self, stream: TextIO) -> None:
-        self._stream = stream
-
-    def write(self, text: str) -> int:
-        self._stream.write(mask(text))
-        return len(text)
-
-    def writelines(self, lines: Any) -> None:
-        for line in lines:
-            self.write(line)
-
-    def __getattr__(self, name: str) -> Any:
-        return getattr(self._stream, name)
-
-
-@contextmanager
-def watch_output() -> Iterator[None]:
-    """Masks what Python code writes to standard output and error while the block runs."""
-    before = sys.stdout, sys.stderr
-    sys.stdout, sys.stderr = _Masked(sys.stdout), _Masked(sys.stderr)
-    try:
-        yield
-    finally:
-        sys.stdout, sys.stderr = before
+            add_value(os.environ.get(name, ""))

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 from typing import Any
 
-from dsjob.contract.environment import mask
+from dsjob.contract.masking import mask
 
 SHOWN = 60  # characters of a value in a message
 _MAX_DEPTH, _MAX_ITEMS = 3, 8

@@ -10,7 +10,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from dsjob import storage
-from dsjob.contract.environment import watch_output
+from dsjob.contract.masked_output import watch_output
 from dsjob.errors import UsageError
 from dsjob.files import temporary_folder
 from dsjob.front.checkpoint import Chosen, choose_checkpoint

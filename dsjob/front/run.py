@@ -10,7 +10,7 @@ from contextlib import contextmanager
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any, Literal
 
-from dsjob.contract.environment import watch_output
+from dsjob.contract.masked_output import watch_output
 from dsjob.document.sizes import read_nproc
 from dsjob.errors import DsjobError, UsageError
 from dsjob.front.execute import run_composed

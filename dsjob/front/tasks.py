@@ -7,7 +7,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, Literal
 
-from dsjob.contract.environment import watch_output
+from dsjob.contract.masked_output import watch_output
 from dsjob.document.sizes import read_nproc
 from dsjob.errors import UsageError
 from dsjob.front.checkpoint import Chosen, choose_checkpoint

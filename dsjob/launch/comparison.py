@@ -20,7 +20,8 @@ from typing import Any, NoReturn
 from dsjob.callbacks.callback import Callback, RunView
 from dsjob.callbacks.memory_use import read_peak
 from dsjob.contract import schema as contract
-from dsjob.contract.environment import mask, watch_output
+from dsjob.contract.masked_output import watch_output
+from dsjob.contract.masking import mask
 from dsjob.document.resolve import complete_job
 from dsjob.errors import DsjobError, Interrupted, LaunchError, UsageError, how_to_install
 from dsjob.files import temporary_folder

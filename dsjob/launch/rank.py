@@ -15,7 +15,8 @@ from os import _exit  # the real one, which `exits` replaces
 from typing import NoReturn
 
 from dsjob import storage
-from dsjob.contract.environment import hide_values, watch_output
+from dsjob.contract.environment import hide_values
+from dsjob.contract.masked_output import end_output, watch_output
 from dsjob.contract.resolved import ResolvedJob
 from dsjob.ranks.failures import Failure, record_failure, record_success
 from dsjob.ranks.stalls import place_records, record_collectives
@@ -127,8 +128,7 @@ def end_rank(code: int) -> NoReturn:
     It skips the interpreter's shutdown, which may wait forever for a process group. Also, torch's threads may still run
     when their destructors are called, which would abort the process after its work is done.
     """
-    sys.stdout.flush()
-    sys.stderr.flush()
+    end_output()
     _exit(code)
 
 
@@ -140,5 +140,5 @@ def end_joined(code: int) -> None:
 
 
 if __name__ == "__main__":
-    with watch_output():
+    with watch_output(descriptors=False):  # the launcher masks what reaches its output and the logs
         end_rank(run_rank(sys.argv[1], sys.argv[2]))

@@ -1,48 +1,72 @@
-"""Relays the output of rank 0 if this process does not print to its own file descriptors, as in a notebook or test."""
+"""Relays the output of ranks: to a notebook or test, which does not print to the descriptors that a process inherits,
+and to log files, in which secret values are masked."""
 
 from __future__ import annotations
 
 import codecs
 import os
 import sys
+from collections.abc import Callable
+from contextlib import ExitStack
 from typing import TextIO
+
+from dsjob.contract import masking
+from dsjob.contract.output_filter import Mask, to_bytes
+from dsjob.files import open_append
 
 
 class Relay:
-    """Two pipes for rank 0's `stdout` and `stderr`. `pass_on` copies their contents to `sys.stdout` and `sys.stderr`.
+    """Pipes for the output of ranks. `pass_on` copies what has arrived.
 
     The thread that waits for the ranks calls `pass_on`, because a notebook shows a thread's output in the cell that
-    started it. Reads never block: processes that rank 0 has started may keep a pipe open after the run.
+    started it. Reads never block: processes that a rank has started may keep a pipe open after the run.
     """
 
     def __init__(self) -> None:
-        self._streams: list[tuple[int, TextIO, codecs.IncrementalDecoder]] = []
-        self.stdout, self.stderr = self._open(sys.stdout), self._open(sys.stderr)
+        self._pipes: list[tuple[int, Callable[[bytes], None]]] = []
+        self._ends = ExitStack()
 
-    def _open(self, stream: TextIO) -> int:
+    def open_stream(self, stream: TextIO) -> int:
+        """A pipe whose content is copied to `stream`. The caller closes it once a rank has inherited it."""
+        decoder = codecs.getincrementaldecoder("utf-8")("replace")
+
+        def write(data: bytes) -> None:
+            # The decoder keeps an incomplete character until its other bytes arrive.
+            stream.write(decoder.decode(data))
+            stream.flush()
+
+        return self._open(write)
+
+    def open_log(self, path: str) -> int:
+        """A pipe whose content is added to a file, masked."""
+        mask = Mask(map(to_bytes, masking.list_spellings()))
+        file = self._ends.enter_context(open_append(path))
+
+        def write(data: bytes) -> None:
+            file.write(mask.add(data.decode("latin-1")).encode("latin-1"))
+            file.flush()
+
+        self._ends.callback(lambda: file.write(mask.end().encode("latin-1")))
+        return self._open(write)
+
+    def _open(self, write: Callable[[bytes], None]) -> int:
         source, end = os.pipe()
         os.set_blocking(source, False)
-        self._streams.append((source, stream, codecs.getincrementaldecoder("utf-8")("replace")))
+        self._pipes.append((source, write))
+        self._ends.callback(os.close, source)
         return end
 
-    def begin(self) -> None:
-        """Closes this process's copies of the write ends, once the rank has inherited them."""
-        os.close(self.stdout)
-        os.close(self.stderr)
-
     def pass_on(self) -> None:
-        """Prints the output since the last call."""
-        for source, stream, decoder in self._streams:
+        """Copies the output since the last call."""
+        for source, write in self._pipes:
             while data := _read(source):
-                # The decoder keeps an incomplete character until its other bytes arrive.
-                stream.write(decoder.decode(data))
-                stream.flush()
+                write(data)
 
     def close(self) -> None:
-        """Prints the remaining output, and closes the pipes."""
+        """Copies the remaining output, and closes the pipes."""
         self.pass_on()
-        for source, _, _ in self._streams:
-            os.close(source)
+        self._pipes.clear()
+        self._ends.close()
 
 
 def _read(source: int) -> bytes:

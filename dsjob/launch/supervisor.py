@@ -12,11 +12,13 @@ import os
 import shutil
 import signal
 import subprocess
+import sys
 import time
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import IO, Any
 
+from dsjob.contract.masking import list_spellings
 from dsjob.errors import DsjobError, Interrupted, LostRankError, Preempted
 from dsjob.files import open_append
 from dsjob.launch.rank import list_programs, name_command
@@ -92,7 +94,7 @@ class Supervisor:
     _moved: float = 0.0  # time of the last progress of any rank
     _progress: Sequence[tuple[int, int, int]] = ()
     _dumped: bool = False  # stacks were requested since the last progress
-    _relay: Relay | None = None
+    _relay: Relay = field(default_factory=Relay)
 
     def run(self, command: Sequence[str], variables: Mapping[str, str], nproc: int) -> None:
         """Runs `command` as `nproc` ranks until they end. Raises the first failure, Preempted or Interrupted."""
@@ -109,8 +111,7 @@ class Supervisor:
                     _kill(process)  # and its child processes
                 raise
             finally:
-                if self._relay is not None:
-                    self._relay.close()
+                self._relay.close()
 
     def _take(self, number: int, _: Any) -> None:
         # A second SIGTERM is most likely the first one again, sent to both the process and its group. So it must not
@@ -127,9 +128,10 @@ class Supervisor:
 
     def _start(self, rank: int, command: Sequence[str], env: Mapping[str, str]) -> None:
         if rank == 0 and prints_elsewhere():
-            self._relay = Relay()
-            self._all.append(_Process(rank, start_process(command, env, self._relay.stdout, self._relay.stderr)))
-            self._relay.begin()
+            outputs = self._relay.open_stream(sys.stdout), self._relay.open_stream(sys.stderr)
+            self._all.append(_Process(rank, start_process(command, env, *outputs)))
+            for output in outputs:
+                os.close(output)
             return
         if rank == 0:
             self._all.append(_Process(rank, start_process(command, env, None)))
@@ -137,7 +139,12 @@ class Supervisor:
         path = os.path.join(self.logs, f"rank-{rank:05d}.log")
         with open_append(path) as file:
             begin = file.tell()
-            self._all.append(_Process(rank, start_process(command, env, file), path, begin))
+            if not list_spellings():
+                self._all.append(_Process(rank, start_process(command, env, file), path, begin))
+                return
+        output = self._relay.open_log(path)
+        self._all.append(_Process(rank, start_process(command, env, output), path, begin))
+        os.close(output)
 
     def _running(self) -> list[_Process]:
         return [process for process in self._all if process.end is None]
@@ -179,17 +186,17 @@ class Supervisor:
         return self._stuck
 
     def _poll(self) -> None:
-        """Records which processes have ended, and relays the output of rank 0."""
+        """Records which processes have ended, and relays the output of ranks."""
         for process in self._running():
             code = process.popen.poll()
             if code is not None:
+                self._relay.pass_on()
                 # Asked after `poll`, since a rank records its success just before it ends.
                 finished = has_succeeded(self.private, process.rank) or (self.own_exits and code == 0)
                 timed_out = os.path.exists(os.path.join(self.logs, f"{RECORD_PREFIX}{process.rank}"))
                 words = ("", "") if finished else (process.read_output(), self._read_stacks(process))
                 process.end = End(process.rank, code, time.time_ns(), finished, *words, timed_out)
-        if self._relay is not None:
-            self._relay.pass_on()
+        self._relay.pass_on()
 
     def _look(self, running: Sequence[_Process]) -> None:
         """Requests stacks when no rank makes progress. NCCL's timeout kills waiting ranks, so it must come before."""

@@ -10,7 +10,7 @@ from contextlib import suppress
 from functools import partial
 from typing import Any
 
-from dsjob.contract.environment import mask, mask_texts
+from dsjob.contract.masking import mask, mask_texts
 from dsjob.contract.secrets import hide_secrets
 from dsjob.errors import DsjobError, Preempted
 from dsjob.files import require_own

@@ -19,7 +19,7 @@ from dataclasses import asdict, dataclass, field, replace
 from typing import Any
 
 from dsjob import errors
-from dsjob.contract.environment import mask
+from dsjob.contract.masking import mask
 from dsjob.errors import (
     DataError,
     DocumentError,

@@ -18,7 +18,7 @@ from dsjob.checkpoint.live.objects import Kept
 from dsjob.checkpoint.pretrained.configuration import describe_pretrained
 from dsjob.compute.precision import matmul_precision
 from dsjob.contract import locations
-from dsjob.contract.environment import mask
+from dsjob.contract.masking import mask
 from dsjob.contract.resolved import ResolvedJob
 from dsjob.contract.spec import JobSpec
 from dsjob.data import StreamLoader

@@ -12,7 +12,7 @@ from typing import IO, Any
 import torch
 
 from dsjob.callbacks.callback import Callback, RunView
-from dsjob.contract.environment import mask_texts
+from dsjob.contract.masking import mask_texts
 from dsjob.contract.resolved import ResolvedJob
 from dsjob.errors import StorageError
 from dsjob.files import explained, open_append, require_own

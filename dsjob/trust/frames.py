@@ -8,7 +8,7 @@ import traceback
 from collections.abc import Sequence
 
 import dsjob
-from dsjob.contract.environment import mask
+from dsjob.contract.masking import mask
 from dsjob.errors import DsjobError, name_target
 
 # Attributes of errors that the user's own code raises: the target's path, its place, and the file with the traceback.

@@ -13,8 +13,10 @@ from urllib.parse import quote
 import pytest
 from job_documents import compose_file, make_job, write_json
 
-from dsjob.contract import environment
-from dsjob.contract.environment import Reference, hide_values, mask, mask_texts, parse_reference, watch_output
+from dsjob.contract import masking
+from dsjob.contract.environment import Reference, hide_values, parse_reference
+from dsjob.contract.masked_output import watch_output
+from dsjob.contract.masking import mask, mask_texts
 from dsjob.contract.secrets import is_reference
 from dsjob.errors import DocumentError, Problem
 from dsjob.trust.grant import Trust, check_document
@@ -73,8 +75,8 @@ def variables(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
     monkeypatch.setenv("DSJOB_OTHER", "another-canary")
     monkeypatch.setenv("USER", "somebody")
     monkeypatch.chdir(tmp_path)
-    monkeypatch.setattr(environment, "_spellings", set())
-    monkeypatch.setattr(environment, "_pattern", None)
+    monkeypatch.setattr(masking, "_spellings", set())
+    monkeypatch.setattr(masking, "_mask", None)
 
 
 def make_tagged(**sections: Any) -> dict[str, Any]:
