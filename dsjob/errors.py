@@ -34,6 +34,8 @@ import signal
 from collections.abc import Sequence
 from dataclasses import dataclass
 
+from dsjob.terminal import make_printable, split_text
+
 MAX_PROBLEMS = 200  # that are reported for one document
 MAX_MESSAGE, _MAX_KEY = 2_000, 200  # characters of a message or hint, and of a key in a dotted path
 
@@ -89,11 +91,6 @@ class Problem:
         return make_printable(f"{place}{self.severity}{rule}: {path}{self.message}{hint}")
 
 
-def make_printable(text: str) -> str:
-    """`text` on one line; control characters and those that change the direction of text become escapes."""
-    return text if text.isprintable() else "".join(c if c.isprintable() else ascii(c)[1:-1] for c in text)
-
-
 def limit_problems(problems: Sequence[Problem]) -> list[Problem]:
     """The first problems, and a last one that counts the others."""
     more = len(problems) - MAX_PROBLEMS
@@ -139,7 +136,8 @@ class DsjobError(Exception):
         self.hint = hint
 
     def __str__(self) -> str:
-        return f"{self.message}\n  {self.hint}" if self.hint else self.message
+        """The message and, below it, the hint, as they are printed."""
+        return "\n".join(split_text(f"{self.message}\n  {self.hint}" if self.hint else self.message))
 
     def put_at(self, path: tuple[str | int, ...]) -> None:
         """Sets the path of the part of the document that is at fault, unless it is known already."""
@@ -176,6 +174,9 @@ class DocumentError(DsjobError):
         self.problems = tuple(limit_problems(placed))
         self.warnings = tuple(limit_problems(warnings))
         super().__init__("\n".join(str(p) for p in self.problems))
+
+    def __str__(self) -> str:
+        return self.message  # its lines are dsjob's own
 
     def __reduce__(self) -> tuple[type[DocumentError], tuple[tuple[Problem, ...], tuple[Problem, ...]]]:
         return type(self), (self.problems, self.warnings)

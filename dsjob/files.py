@@ -20,6 +20,7 @@ from contextlib import contextmanager, suppress
 from typing import BinaryIO
 
 from dsjob.errors import StorageError
+from dsjob.terminal import quote_path
 
 FILE_MODE, FOLDER_MODE = 0o640, 0o750
 _TEMPORARY = "dsjob-"  # begins the names of temporary folders
@@ -234,7 +235,7 @@ def open_cache(name: str, what: str, chosen: str | None, variable: str) -> str:
     if found.st_uid != os.geteuid() or found.st_mode & (stat.S_IWGRP | stat.S_IWOTH):
         raise StorageError(
             f"other users can write to the folder of {what} {folder}",
-            hint=f"chmod 700 {folder}, or name a folder of your own with {variable}",
+            hint=f"chmod 700 {quote_path(folder)}, or name a folder of your own with {variable}",
         )
     return folder
 

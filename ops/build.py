@@ -31,6 +31,7 @@ from dsjob.ops.toolchain import (
     own_architectures,
     runs_on,
 )
+from dsjob.terminal import print_error
 
 PREBUILT = Path(__file__).parent / "built"  # in a wheel that was built with DSJOB_BUILD_OPS=1
 _UNFINISHED = "unfinished-"
@@ -95,8 +96,7 @@ def build(op: Op) -> Path:
         if built is not None:
             return built
         takes = "some minutes" if op.device == "cuda" else "about 10 seconds"
-        sys.stderr.write(f"dsjob: building the native op {op.name} (once per machine, {takes})\n")
-        sys.stderr.flush()
+        print_error(f"dsjob: building the native op {op.name} (once per machine, {takes})")
         return build_into(op, cache, key)
 
 

@@ -18,8 +18,9 @@ OPS = PACKAGE.parent / "ops"  # dsjob.ops
 
 # The rooms of dsjob/ from the ground up: an import leads to a floor below. `dsjob` itself only points at them.
 FLOORS: tuple[tuple[str, ...], ...] = (
+    ("terminal",),
     ("after_import", "errors", "home"),
-    ("contract", "files"),
+    ("console", "contract", "files"),
     ("storage", "planning", "pipelines"),
     ("run_folder", "document", "provenance"),
     ("config", "importing", "trust"),
@@ -78,7 +79,10 @@ HOMES: dict[str, set[str]] = {
     "fsspec": {"storage"},
     "safetensors": {"checkpoint"},
     "torch.distributed.checkpoint": {"checkpoint"},
-    "rich": {"training.display", "cli.sweep", "cli.plan_text", "cli.bar"},
+    "rich": {"console", "training.display", "cli.bar"},
+    "rich.console": {"console"},
+    "rich.table": {"console"},
+    "rich.text": {"console"},
     "yaml": {"document", "document.hydra_errors", "cli.output"},
     "deepspeed": {"engine.driven", "engine.driven_state"},
     "setuptools": {"ops.compiling"},

@@ -15,6 +15,7 @@ from dsjob import storage
 from dsjob.callbacks.callback import Callback, RunView
 from dsjob.engine.engine import Engine
 from dsjob.errors import ContractError
+from dsjob.terminal import make_printable
 
 # Dense peaks in TFLOP/s of bf16 and fp16 with fp32 accumulation, from the vendors' data sheets. The first name that is
 # part of the device's name counts.
@@ -148,7 +149,7 @@ def make_table(counter: FlopCounterMode, depth: int) -> str:
         if depth != -1 and name.count(".") >= depth:
             continue
         found = counts[name]
-        lines.append((name, f"{sum(found.values()):,}", f"{sum(found.values()) / total:.1%}"))
+        lines.append((make_printable(name), f"{sum(found.values()):,}", f"{sum(found.values()) / total:.1%}"))
         lines += [(f"  {operator}", f"{flops:,}", f"{flops / total:.1%}") for operator, flops in found.items()]
     width, digits = (max(len(line[column]) for line in lines) for column in (0, 1))
     return "\n".join(f"{name:<{width}}  {flops:>{digits}}  {share:>6}" for name, flops, share in lines)

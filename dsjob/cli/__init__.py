@@ -6,7 +6,6 @@ import argparse
 import os
 import signal
 import sys
-import traceback
 from collections.abc import Sequence
 from importlib import import_module
 from keyword import iskeyword
@@ -17,6 +16,7 @@ from dsjob.contract import locations
 from dsjob.contract.masked_output import watch_output
 from dsjob.errors import DocumentError, DsjobError, Preempted, UsageError
 from dsjob.ranks.signals import handling
+from dsjob.terminal import print_error, print_lines, print_traceback, printable_warnings, quote_path, write_now
 from dsjob.trust.exits import keep_exit_code
 
 USAGE = """\
@@ -73,7 +73,7 @@ _LOCAL_RANK = ("--local-rank=", "--local_rank=")  # torch.distributed.launch put
 
 def main(argv: Sequence[str] | None = None) -> int:
     """Runs a command; returns its exit code (see `errors`)."""
-    with watch_output():
+    with watch_output(), printable_warnings():
         code = _run(argv)
         if argv is None and code and "torch" in sys.modules:
             from dsjob.launch.rank import end_joined
@@ -103,21 +103,21 @@ def _run(argv: Sequence[str] | None) -> int:
         return code
     except DsjobError as error:
         if debug:
-            traceback.print_exc()
+            print_traceback(error)
         elif isinstance(error, Preempted) or error.exit_code == 130:  # the user asked for it: not an error
-            print(f"dsjob: {error}", file=sys.stderr)  # noqa: T201
+            print_error(f"dsjob: {error}")
         else:
             _print_error(error)
         return error.exit_code
     except KeyboardInterrupt:
-        print("dsjob: interrupted", file=sys.stderr)  # noqa: T201
+        print_error("dsjob: interrupted")
         return 130
     except BrokenPipeError:
         os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())  # the interpreter flushes stdout again at exit
         return 141
     except Exception as error:
         if debug:
-            traceback.print_exc()  # inside `watch_output`, which masks secrets
+            print_traceback(error)
             return 1
         from dsjob.trust.frames import describe_failure, hint_at_failure
 
@@ -127,19 +127,19 @@ def _run(argv: Sequence[str] | None) -> int:
 
 def _leave(number: int, _: Any) -> NoReturn:
     """Handles Ctrl-C before a job starts. An exception could be swallowed inside a third party's import."""
-    os.write(2, b"dsjob: interrupted\n")
+    write_now("dsjob: interrupted")
     _exit(130)
 
 
 def _dispatch(arguments: list[str], debug: bool) -> int:
     first = arguments[0] if arguments else "--help"
     if first in ("-h", "--help"):
-        print(USAGE, end="")  # noqa: T201
+        print_lines(*USAGE.splitlines())
         return 0
     if first == "--version":
         import dsjob
 
-        print(f"dsjob {dsjob.__version__}")  # noqa: T201
+        print_lines(f"dsjob {dsjob.__version__}")
         return 0
     if first == "help":
         return _dispatch([*_require_command(arguments[1:2]), "--help"], debug)
@@ -200,10 +200,9 @@ def _require_runnable(first: str) -> None:
     hint = f"did you mean the recipe {recipe}? dsjob +recipe={recipe}" if recipe else meant
     hint = hint or "dsjob --help lists the commands"
     if first.endswith((".py", ".sh")):
-        run = f"run it unmodified: dsjob exec {'--no_python ' * first.endswith('.sh')}{first} ..."
-        hint = (
-            f"a job is a document, not a program; {run}; or convert its arguments: dsjob import -- python {first} ..."
-        )
+        name = quote_path(first)
+        run = f"run it unmodified: dsjob exec {'--no_python ' * first.endswith('.sh')}{name} ..."
+        hint = f"a job is a document, not a program; {run}; or convert its arguments: dsjob import -- python {name} ..."
     raise UsageError(f"unknown command or file {first!r}", hint=hint)
 
 
@@ -216,7 +215,6 @@ def _list_recipes() -> list[str]:
 
 def _print_error(error: DsjobError) -> None:
     if isinstance(error, DocumentError):
-        text = "\n".join(str(problem) for problem in error.problems)
+        print_lines(*map(str, error.problems), file=sys.stderr)
     else:
-        text = f"dsjob: error: {error}"
-    print(text, file=sys.stderr)  # noqa: T201
+        print_error(f"dsjob: error: {error}")

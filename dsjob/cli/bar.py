@@ -13,11 +13,12 @@ def show_progress(what: str, *, bytes_: bool = True) -> Iterator[Callable[[int, 
     if not sys.stderr.isatty():
         yield None
         return
-    from rich.console import Console
     from rich.progress import BarColumn, DownloadColumn, Progress, TextColumn, TimeRemainingColumn, TransferSpeedColumn
 
     columns = [TextColumn("{task.description}"), BarColumn(), TextColumn("{task.percentage:>3.0f}%")]
     moving = [DownloadColumn(), TransferSpeedColumn()] if bytes_ else []
+    from dsjob.console import Console
+
     console = Console(stderr=True)
     with Progress(*columns, *moving, TimeRemainingColumn(), console=console, transient=True) as progress:
         task = progress.add_task(what, total=None)

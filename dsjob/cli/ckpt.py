@@ -15,6 +15,7 @@ from dsjob.cli import ckpt_text as text
 from dsjob.cli.bar import show_progress
 from dsjob.cli.flags import add_choice, describe, make_parser
 from dsjob.errors import DsjobError, NoCheckpointError, UsageError
+from dsjob.terminal import print_block, quote_path
 
 SECONDS = {"s": 1, "m": 60, "h": 3600, "d": 86400}
 EXAMPLES = {
@@ -57,7 +58,9 @@ def _hint_at_others(url: str) -> str:
         found = find_folder(url) is not None
     except (layout.Problem, DsjobError):  # an unsupported or incomplete one
         found = True
-    return f"DeepSpeed saved this; dsjob convert {url} OUT reads it, and so does checkpoint.resume" if found else ""
+    if not found:
+        return ""
+    return f"DeepSpeed saved this; dsjob convert {quote_path(url)} OUT reads it, and so does checkpoint.resume"
 
 
 def parse_arguments(arguments: list[str]) -> argparse.Namespace:
@@ -121,7 +124,7 @@ def parse_arguments(arguments: list[str]) -> argparse.Namespace:
 
 
 def _print(value: Any) -> None:
-    print(value if isinstance(value, str) else json.dumps(value, indent=2))  # noqa: T201
+    print_block(value if isinstance(value, str) else json.dumps(value, indent=2))
 
 
 def _list(args: argparse.Namespace) -> int:

@@ -6,8 +6,8 @@ import time
 from collections.abc import Sequence
 from typing import TYPE_CHECKING, Any
 
-from dsjob.errors import make_printable
 from dsjob.planning.report import show_bytes
+from dsjob.terminal import make_printable
 
 if TYPE_CHECKING:
     from dsjob.checkpoint.offline.compare import Difference
@@ -76,7 +76,7 @@ def show_verified(found: Sequence[Verified]) -> str:
         for damage in one.damages:
             files.setdefault(damage.file, []).append(damage)
         verdict = f"DAMAGED in {_plural(len(files), 'file')}" if files else "intact"
-        lines.append(f"{one.tag}  {verdict}  {what}")
+        lines.append(make_printable(f"{one.tag}  {verdict}  {what}"))
         lines += [f"  {make_printable(_show_damages(file, found))}" for file, found in files.items()]
     if any(one.damages for one in found):
         lines.append(_AFTER_DAMAGE)

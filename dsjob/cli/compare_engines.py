@@ -17,6 +17,7 @@ from dsjob.document.sizes import read_nproc
 from dsjob.errors import UsageError
 from dsjob.front.check import check_composed
 from dsjob.launch import launcher
+from dsjob.terminal import print_block
 from dsjob.trust.user import grant, read_environment
 
 if TYPE_CHECKING:
@@ -48,7 +49,7 @@ def main(arguments: list[str], debug: bool) -> int:
     tolerance = args.tolerance if args.tolerance is not None else choose_tolerance(resolved.document)
     agree = largest <= tolerance  # also False for nan
     verdict = {"agree": agree, "tolerance": tolerance, "largest_difference": largest, "at_step": step}
-    print(to_json(sides, verdict) if args.json else to_text(sides, verdict))  # noqa: T201
+    print_block(to_json(sides, verdict) if args.json else to_text(sides, verdict))
     return 0 if agree else 1
 
 

@@ -15,12 +15,15 @@ from dsjob.cli.bar import show_progress
 from dsjob.cli.flags import add_choice, make_parser
 from dsjob.errors import UsageError
 from dsjob.front.weights import convert
+from dsjob.terminal import print_lines, split_text
 
 
 def main(arguments: list[str], debug: bool) -> int:
     """Converts a checkpoint, and prints the files written and how to load them."""
     args = _parse(arguments)
-    logging.basicConfig(format="%(levelname)s: %(message)s")
+    handler = logging.StreamHandler()
+    handler.setFormatter(_Formatter("%(levelname)s: %(message)s"))
+    logging.basicConfig(handlers=[handler])
     conversion.logger.setLevel(logging.INFO)
     hf = args.to == "hf"
     _require_fitting(args)
@@ -53,6 +56,13 @@ def main(arguments: list[str], debug: bool) -> int:
     else:
         _show(written, hf)
     return 0
+
+
+class _Formatter(logging.Formatter):
+    """Notes name tensors and files of the checkpoint."""
+
+    def format(self, record: logging.LogRecord) -> str:
+        return "\n".join(split_text(super().format(record)))
 
 
 def _require_fitting(args: argparse.Namespace) -> None:
@@ -142,9 +152,9 @@ def _parse(arguments: list[str]) -> argparse.Namespace:
 
 def _show_deepspeed(written: list[plain.Written], out: str) -> None:
     for file in written:
-        print(file.path)  # noqa: T201
-    print("\nThese files are pickles, the only format that DeepSpeed loads.")  # noqa: T201
-    print(f"load with:  engine.load_checkpoint({out!r})")  # noqa: T201
+        print_lines(file.path)
+    print_lines("", "These files are pickles, the only format that DeepSpeed loads.")
+    print_lines(f"load with:  engine.load_checkpoint({out!r})")
 
 
 def _name_class(folder: str) -> str:
@@ -158,17 +168,17 @@ def _name_class(folder: str) -> str:
 def _show(written: list[plain.Written], hf: bool) -> None:
     for file in written:
         what = f"  {file.tensors} tensors" if file.tensors else ""
-        print(f"{file.path}  {file.size:,} bytes{what}  sha256 {file.sha256}")  # noqa: T201
+        print_lines(f"{file.path}  {file.size:,} bytes{what}  sha256 {file.sha256}")
     files = [file.path for file in written if file.tensors]
     if hf:
         folder, _, name = files[0].rpartition("/")
         if name.startswith("adapter_model"):
-            print(f"\nload with:  peft.PeftModel.from_pretrained(base_model, {folder!r})")  # noqa: T201
+            print_lines("", f"load with:  peft.PeftModel.from_pretrained(base_model, {folder!r})")
             return
-        print(f"\nload with:  {_name_class(folder)}.from_pretrained({folder!r})")  # noqa: T201
+        print_lines("", f"load with:  {_name_class(folder)}.from_pretrained({folder!r})")
         return
     torch = files[0].endswith(plain.TORCH)
     load = "torch.load({}, weights_only=True)" if torch else "load_file({})"
-    print(f"\nload with:  {'import torch' if torch else 'from safetensors.torch import load_file'}")  # noqa: T201
+    print_lines("", f"load with:  {'import torch' if torch else 'from safetensors.torch import load_file'}")
     state = f"{{k: v for file in {files} for k, v in {load.format('file')}.items()}}"
-    print(f"            model.load_state_dict({state if files[1:] else load.format(repr(files[0]))})")  # noqa: T201
+    print_lines(f"            model.load_state_dict({state if files[1:] else load.format(repr(files[0]))})")

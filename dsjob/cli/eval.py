@@ -13,6 +13,7 @@ from dsjob.front.execute import run_composed
 from dsjob.front.tasks import Task, make_task
 from dsjob.launch import launcher
 from dsjob.launch.rank import end_rank
+from dsjob.terminal import print_lines
 from dsjob.training.form import Form, showing
 
 
@@ -57,7 +58,7 @@ def perform(task: Task, args: argparse.Namespace, debug: bool) -> int:
         result = run_composed(source.compose(), chosen.grant(read_flags(args)), debug)
     if launcher.is_first() and form != "quiet":
         shown = json.dumps({"event": "result", **result}) if form else f"result  {result['run_dir']}/result.json"
-        print(shown)  # noqa: T201
+        print_lines(shown)
     if launcher.read_world_size() is not None:
         end_rank(0)
     return 0

@@ -6,7 +6,6 @@ import argparse
 import os
 import re
 import shutil
-import sys
 from dataclasses import replace
 from typing import Any, Literal
 
@@ -15,6 +14,7 @@ from dsjob.cli.flags import REST, make_parser
 from dsjob.errors import UsageError
 from dsjob.launch import launcher
 from dsjob.programs.launch import Program, become_rank, choose_ranks, require_engine, run_program
+from dsjob.terminal import print_error, quote_path, quote_word
 
 _TORCHRUN = "ranks on several machines are started with torchrun: torchrun --nnodes N ... -m dsjob exec PROGRAM"
 _CORES = "set OMP_NUM_THREADS, or start dsjob with numactl"
@@ -65,10 +65,9 @@ def _tell_misplaced(args: argparse.Namespace) -> None:
     if args.num_gpus is None and args.include is None and args.exclude is None:
         given = (word.partition("=")[0] for word in args.arguments)
         if flag := next((word for word in given if word in ("--num_gpus", "--include", "--exclude")), None):
-            print(  # noqa: T201
+            print_error(
                 f"dsjob: {flag} comes after {args.program}, so the program gets it; put the launcher's flags first:"
-                f" dsjob exec {flag} ... {args.program}",
-                file=sys.stderr,
+                f" dsjob exec {flag} ... {quote_path(args.program)}"
             )
 
 
@@ -99,10 +98,10 @@ def _read_program(args: argparse.Namespace) -> Program:
             raise UsageError(f"cannot run {name!r}: there is no such command")
         return Program("command", name, tuple(args.arguments), local_rank=not args.no_local_rank)
     if not args.module and name.endswith((".json", ".yaml", ".yml")):
-        raise UsageError(f"{name} is a document, not a program", hint=f"run a job: dsjob {name}")
+        raise UsageError(f"{name} is a document, not a program", hint=f"run a job: dsjob {quote_path(name)}")
     if not args.module and not os.path.exists(name):
         module = "/" not in name and not name.endswith(".py")
-        hint = f"a module needs -m: dsjob exec -m {name}" if module else "give the path of a Python file"
+        hint = f"a module needs -m: dsjob exec -m {quote_word(name)}" if module else "give the path of a Python file"
         if re.fullmatch(r"python[\d.]*", name):
             hint = "leave out the interpreter: dsjob exec train.py; or run any command with --no_python"
         raise UsageError(f"{name} does not exist", hint=hint)

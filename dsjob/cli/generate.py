@@ -18,6 +18,7 @@ from dsjob.front.execute import run_composed
 from dsjob.front.generate import choose_settings, load_writer, make_generation, read_rows, writing
 from dsjob.launch import launcher
 from dsjob.launch.rank import end_rank
+from dsjob.terminal import print_error, print_lines, print_text
 from dsjob.training.form import showing
 
 # Flag, type, key of the section `generation`.
@@ -94,7 +95,7 @@ def _generate(
                 read_prompts(storage.read_text(args.prompts), args.prompts)
         file = args.prompts if args.prompts not in (None, "-") else stack.enter_context(writing(prompts))
         if which := chosen.describe_weights(ema=args.ema):
-            print(f"weights  {which}", file=sys.stderr)  # noqa: T201
+            print_error(f"weights  {which}")
         composed = make_generation(chosen, file, section, overrides, ema=args.ema).compose()
         stack.enter_context(showing("quiet"))
         (written,) = run_composed(composed, chosen.grant(read_flags(args)), debug)["predictions"]
@@ -105,18 +106,15 @@ def _show(file: str, args: argparse.Namespace) -> None:
     rows = read_rows(file)
     for row in rows:
         if args.json:
-            print(json.dumps(row))  # noqa: T201
+            print_lines(json.dumps(row))
         elif len(rows) == 1:
-            print(_clean(row["text"]))  # noqa: T201
+            print_text(row["text"], indented=False)
         else:
-            print(f"> {row['prompt']}\n{_clean(row['text'])}\n")  # noqa: T201
+            print_text(f"> {row['prompt']}")
+            print_text(row["text"], indented=False)
+            print_lines("")
     if args.out:  # at last: where it cannot be written, the texts are on the screen
         storage.write_bytes(args.out, "".join(f"{json.dumps(row)}\n" for row in rows).encode())
-
-
-def _clean(text: str) -> str:
-    """A text without control characters: a model may write sequences that a terminal would obey."""
-    return "".join(each if each.isprintable() or each in "\n\t" else "\N{REPLACEMENT CHARACTER}" for each in text)
 
 
 def _converse(source: str, overrides: list[str], settings: dict[str, Any], args: argparse.Namespace) -> int:
@@ -133,15 +131,15 @@ def _converse(source: str, overrides: list[str], settings: dict[str, Any], args:
         flags=read_flags(args),
     )
     which = choose_checkpoint(source, args.tag, best=args.best).describe_weights(ema=args.ema)
-    print(f"{source}{which and f' ({which})'}: write a prompt; Ctrl-D ends")  # noqa: T201
+    print_lines(f"{source}{which and f' ({which})'}: write a prompt; Ctrl-D ends")
     while True:
         try:
             prompt = input("> ")
         except (EOFError, KeyboardInterrupt):
-            print()  # noqa: T201
+            print_lines("")
             return 0
         if prompt:
             try:
-                print(_clean(write(prompt)))  # noqa: T201
+                print_text(write(prompt), indented=False)
             except DsjobError as error:  # of this prompt, such as one that is too long
-                print(f"error: {error}")  # noqa: T201
+                print_text(f"error: {error}")

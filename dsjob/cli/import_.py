@@ -9,12 +9,13 @@ import sys
 
 from dsjob import storage
 from dsjob.cli.flags import make_parser
-from dsjob.errors import UsageError, make_printable
+from dsjob.errors import UsageError
 from dsjob.importing.command_line import Command, Word, read_command
 from dsjob.importing.gather import import_sources
 from dsjob.importing.given import KINDS, MODULE, Note
 from dsjob.importing.settle import Imported
 from dsjob.importing.sources import SOURCE_KINDS, read_sources
+from dsjob.terminal import make_printable, print_block, print_error, print_lines, quote_path
 
 _HEADS = {
     "fill in": "to fill in",
@@ -38,14 +39,14 @@ def main(arguments: list[str], debug: bool) -> int:
     imported = import_sources(found, command, wrong)
     text = _as_json(imported) if args.format == "json" else _as_yaml(imported)
     if args.format == "json":
-        print(*_list_notes(imported.notes), sep="\n", file=sys.stderr)  # noqa: T201
+        print_lines(*_list_notes(imported.notes), file=sys.stderr)
     if args.output is None:
-        sys.stdout.write(text)
+        print_block(text)
         return 0
     _write(args.output, text, args.force)
     open_ends = sum(note.kind in ("fill in", "mend", "not supported") for note in imported.notes)
     summary = f"{len(imported.notes)} notes, {open_ends} of them need your attention"
-    print(f"{args.output}: {summary}; then run dsjob validate {args.output}", file=sys.stderr)  # noqa: T201
+    print_error(f"{args.output}: {summary}; then run dsjob validate {quote_path(args.output)}")
     return 0
 
 

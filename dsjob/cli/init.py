@@ -7,6 +7,7 @@ from importlib.util import find_spec
 
 from dsjob.cli.flags import make_parser
 from dsjob.errors import StorageError, UsageError
+from dsjob.terminal import print_lines, quote_path
 
 _JOB = """\
 # dsjob validate job.yaml      checks it
@@ -161,12 +162,12 @@ def main(arguments: list[str], debug: bool) -> int:
             os.makedirs(os.path.dirname(path) or ".", exist_ok=True)
             with open(path, "x", encoding="utf-8") as file:
                 file.write(text)
-            print(f"wrote {os.path.normpath(path)}")  # noqa: T201
+            print_lines(f"wrote {os.path.normpath(path)}")
     except OSError as error:
         raise StorageError(f"cannot write {path}: {error.strerror}", hint="use another folder") from error
-    enter = "" if os.path.normpath(folder) == "." else f"cd {folder} && "
+    enter = "" if os.path.normpath(folder) == "." else f"cd {quote_path(folder)} && "
     # dsjob itself does not need pytest, so it may be missing.
     test = "python -m pytest" if find_spec("pytest") else "pip install pytest && python -m pytest"
     lines = (("train", "dsjob job.yaml"), ("test", test), ("check", "dsjob validate --deep job.yaml"))
-    print("next", *(f"  {name:<10} {enter}{command}" for name, command in lines), sep="\n")  # noqa: T201
+    print_lines("next", *(f"  {name:<10} {enter}{command}" for name, command in lines))
     return 0

@@ -3,12 +3,12 @@
 from __future__ import annotations
 
 import json
-import sys
 from typing import Any
 
 from dsjob.cli.ckpt_text import align
 from dsjob.cli.flags import make_parser
 from dsjob.errors import BuildError, UsageError
+from dsjob.terminal import print_block, print_text
 
 
 def main(arguments: list[str], debug: bool) -> int:
@@ -24,7 +24,7 @@ def main(arguments: list[str], debug: bool) -> int:
     parser.add_argument("--json", action="store_true", help="print JSON")
     args = parser.parse_args(arguments)
     found = _look()
-    print(json.dumps(found, indent=2) if args.json else _show(found))  # noqa: T201
+    print_block(json.dumps(found, indent=2) if args.json else _show(found))
     return 0
 
 
@@ -90,8 +90,7 @@ def _build(arguments: list[str]) -> int:
     for op in chosen:
         problem = "" if args.names or find_built(op) else find_problem(op)
         problems += [problem] if problem else []
-        sys.stdout.write(f"{op.name} is left out: {problem}\n" if problem else f"{op.name}: {build(op)}\n")
-        sys.stdout.flush()
+        print_text(f"{op.name} is left out: {problem}" if problem else f"{op.name}: {build(op)}")
     if len(problems) == len(chosen):
         raise BuildError("no op can be built on this machine", hint=problems[0])
     return 0

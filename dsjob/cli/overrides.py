@@ -5,11 +5,11 @@ from __future__ import annotations
 
 import os
 import re
-import shlex
 from collections.abc import Sequence
 
 from dsjob.contract.paths import Path
 from dsjob.errors import UsageError
+from dsjob.terminal import quote_word
 
 _FLAG = re.compile(r"--?([A-Za-z]\w*(?:\.\w+)*)(?:[= ](.*))?", re.DOTALL)
 _WORD = re.compile(r"([A-Za-z]\w*(?:\.\w+)+)[:=]?")
@@ -45,7 +45,7 @@ def require_overrides(arguments: Sequence[str]) -> None:
         given = flag[2] if flag and flag[2] is not None else "".join(text for text in following if _is_value(text))
         if word and argument.endswith("=") and not given:
             continue  # an override with an empty value
-        meant = shlex.quote(f"{'.'.join(map(str, path))}={given}") if given else f"{'.'.join(map(str, path))}=VALUE"
+        meant = quote_word(f"{'.'.join(map(str, path))}={given}") if given else f"{'.'.join(map(str, path))}=VALUE"
         raise UsageError(f"{argument!r} is not an override", hint=f"write key=value: {meant}")
 
 

@@ -17,6 +17,7 @@ from dsjob.pipelines.timeline import to_record
 from dsjob.planning.fit import find_remedies, sweep
 from dsjob.planning.model import Offload
 from dsjob.planning.report import Plan, show_bytes, to_json
+from dsjob.terminal import print_block
 from dsjob.trust.user import grant, read_environment
 
 _OFFLOADS: tuple[Offload, ...] = ("none", "optimizer", "param")
@@ -37,14 +38,14 @@ def main(arguments: list[str], debug: bool) -> int:
     composed = composition.compose(overrides, file=file, config_dir=args.config_dir, environment=read_environment())
     if args.schedule:
         timeline = plan_schedule(composed, grant(file, read_flags(args)), args.world_size)
-        lines = [json.dumps(to_record(timeline), indent=2)] if args.format == "json" else draw_text(timeline)
-        print("\n".join(lines))  # noqa: T201
+        as_json = args.format == "json"
+        print_block(json.dumps(to_record(timeline), indent=2) if as_json else "\n".join(draw_text(timeline)))
         return 0
     asked = Asked(args.params, args.world_size, args.device_memory, args.host_memory, args.offload)
     plan = plan_composed(composed, asked, grant(file, read_flags(args)))
     rows = sweep(plan.job) if args.sweep_stages else []
     if args.format == "json":
-        print(json.dumps(to_json(plan, rows), indent=2))  # noqa: T201
+        print_block(json.dumps(to_json(plan, rows), indent=2))
     else:
         from dsjob.cli.plan_text import print_plan
 

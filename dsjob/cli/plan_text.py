@@ -4,11 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 
-from rich import box
-from rich.console import Console
-from rich.table import Table
-from rich.text import Text
-
+from dsjob.console import Console, Table
 from dsjob.planning.fit import Job, Row
 from dsjob.planning.memory import MOMENTS, Place
 from dsjob.planning.model import count
@@ -20,29 +16,29 @@ _WHERE: dict[Place, str] = {"device": "", "host": "on the host", "disk": "on the
 
 def print_plan(plan: Plan, rows: Sequence[Row]) -> None:
     """Prints the plan. `rows`: the table of `--sweep-stages`, or empty."""
-    console = Console(highlight=False)
+    console = Console()
     if not console.is_terminal:
-        console = Console(highlight=False, width=120)  # files need not be limited to 80 columns
+        console = Console(width=120)  # files need not be limited to 80 columns
     _print_pairs(console, f"dsjob plan {plan.name}", _describe_job(plan))
     _print_memory(console, plan)
     _print_pairs(console, "", _describe_rest(plan))
     if plan.course.rates:
-        console.print(Text("learning rate", "bold"))
+        console.print("learning rate", style="bold")
         for line in draw(plan.course.rates):
-            console.print(f" {line}", markup=False, soft_wrap=True)
+            console.print(f" {line}", soft_wrap=True)
     if rows:
         _print_sweep(console, plan, rows)
     for kind, texts in (("note", plan.notes), ("warning", plan.warnings)):
         for text in texts:
-            console.print(Text.assemble((f"{kind}  ", "bold"), text), soft_wrap=True)
+            console.say(kind, text)
 
 
 def _print_pairs(console: Console, title: str, pairs: Sequence[tuple[str, str]]) -> None:
-    table = Table(title=title or None, box=box.SIMPLE_HEAD, show_header=False, title_justify="left", pad_edge=False)
+    table = Table(title, show_header=False, pad_edge=False)
     table.add_column(style="bold", no_wrap=True)
     table.add_column(overflow="fold")
     for name, value in pairs:
-        table.add_row(name, Text(value))
+        table.add_row(name, value)
     console.print(table)
 
 
@@ -69,7 +65,7 @@ def _describe_job(plan: Plan) -> list[tuple[str, str]]:
 def _print_memory(console: Console, plan: Plan) -> None:
     memory = plan.memory
     stage = f" of stage {plan.stage}, which needs most" if len(plan.jobs) > 1 else ""
-    table = Table(title=f"memory per rank{stage}", box=box.SIMPLE_HEAD, title_justify="left", pad_edge=False)
+    table = Table(f"memory per rank{stage}", pad_edge=False)
     table.add_column("", style="bold", no_wrap=True)
     for name in MOMENTS:
         table.add_column(name, justify="right", no_wrap=True)
@@ -78,7 +74,7 @@ def _print_memory(console: Console, plan: Plan) -> None:
         for item in memory.items:
             if item.place == place:
                 cells = [show_bytes(getattr(item, moment)) if getattr(item, moment) else "" for moment in MOMENTS]
-                remark = Text(", ".join(part for part in (_WHERE[place], item.note) if part))
+                remark = ", ".join(part for part in (_WHERE[place], item.note) if part)
                 table.add_row(item.name, *cells, remark)
         if place == "device":
             table.add_section()
@@ -141,7 +137,7 @@ def _describe_activations(activations: Activations) -> str:
 
 def _print_sweep(console: Console, plan: Plan, rows: Sequence[Row]) -> None:
     """Prints peaks of device memory per rank, by micro batch. With a limit, those that do not fit are marked."""
-    table = Table(title="peak per rank, by micro batch", box=box.SIMPLE_HEAD, title_justify="left", pad_edge=False)
+    table = Table("peak per rank, by micro batch", pad_edge=False)
     for column in ("stage", "offload", *rows[0].peaks, "host"):
         table.add_column(str(column), justify="left" if column == "offload" else "right", no_wrap=True)
     for row in rows:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from dsjob.cli.flags import make_parser
+from dsjob.terminal import print_lines
 
 
 def main(arguments: list[str], debug: bool) -> int:
@@ -19,5 +20,5 @@ def main(arguments: list[str], debug: bool) -> int:
     from dsjob.report.page import write_report
 
     write_report(args.run, args.output)
-    print(f"wrote {args.output}")  # noqa: T201
+    print_lines(f"wrote {args.output}")
     return 0

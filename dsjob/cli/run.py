@@ -5,8 +5,6 @@ from __future__ import annotations
 
 import argparse
 import json
-import shlex
-import sys
 from collections.abc import Sequence
 from typing import Any
 
@@ -24,6 +22,7 @@ from dsjob.front.source import read_source
 from dsjob.launch import launcher
 from dsjob.launch.rank import end_rank
 from dsjob.run_folder import RESOLVED_NAME, read_resolved
+from dsjob.terminal import print_block, print_lines, printable_output, quote_path, quote_word
 from dsjob.training.advice import train_longer, wait_longer
 from dsjob.training.form import Form, showing
 from dsjob.trust.user import grant, read_environment
@@ -36,7 +35,7 @@ def main(arguments: list[str], debug: bool) -> int:
     """Runs a recipe or a job file, runs a sweep, or handles one of Hydra's flags."""
     args = composition.parse_arguments(arguments, _add_flags)
     if args.help:
-        sys.stdout.write(make_help().format_help())
+        print_block(make_help().format_help())
         return 0
     allow_protocols(args.trust)
     if not (args.overrides or args.cfg or args.info or args.shell_completion or args.hydra_help):
@@ -64,10 +63,11 @@ def main(arguments: list[str], debug: bool) -> int:
         from dsjob.cli.completion import complete_command
 
         if found := complete_command(COMMANDS):
-            print(*found)  # noqa: T201
+            print_lines(" ".join(found))
             return 0
     if args.cfg or args.info or args.shell_completion or args.hydra_help:
-        composition.answer(args, overrides, file)
+        with printable_output():
+            composition.answer(args, overrides, file)
         return 0
     environment = read_environment()
     composed = composition.compose_known(overrides, file=file, config_dir=args.config_dir, environment=environment)
@@ -78,10 +78,11 @@ def main(arguments: list[str], debug: bool) -> int:
     if result.get("status") == "unsaved" and launcher.is_first():
         raise UnsavedError(
             f"the run reached step {result['step']}, but its final state could not be saved: {result['error']}",
-            hint=f"fix the cause, then repeat the steps since the last checkpoint: dsjob run {result['run_dir']}",
+            hint="fix the cause, then repeat the steps since the last checkpoint:"
+            f" dsjob run {quote_path(result['run_dir'])}",
         )
     if form == "json" and result and launcher.is_first():
-        print(json.dumps({"event": "result", **result}))  # noqa: T201
+        print_lines(json.dumps({"event": "result", **result}))
     trains = "train" in composed.document.get("tasks", ["train"])
     if not form and result.get("checkpoint") and trains and launcher.is_first():
         _print_next(result, composed, args.config_dir)
@@ -162,19 +163,19 @@ def _print_next(result: dict[str, Any], composed: Composed, config_dir: str | No
     if stopped := result.get("stopped"):  # the length is not reached yet
         longer = wait_longer(composed.document.get("callbacks", {}), stopped)
     form, out = ("hf", "model") if result.get("pretrained") else ("fp32", "weights")
+    again = quote_path(f"{run_dir}/{RESOLVED_NAME}")
+    base = quote_word(f"+recipe={composed.recipes[0]}") if composed.recipes else again
+    if composed.recipes and config_dir is not None:  # where the recipe may lie
+        base = f"--config-dir {quote_path(config_dir)} {base}"
     best = "" if result.get("best_step") is None else "--best "
-    again = f"{run_dir}/{RESOLVED_NAME}"
-    folder = f"--config-dir {shlex.quote(config_dir)} " if config_dir is not None else ""  # where the recipe may lie
+    folder, saved = quote_path(run_dir), quote_path(result["checkpoint"].rpartition("/")[0])
     lines = (
-        ("continue", " ".join(filter(None, ["dsjob run", run_dir, longer, *_find_unused(composed, run_dir)]))),
-        ("convert", f"dsjob convert {best}--to {form} {result['checkpoint'].rpartition('/')[0]} {run_dir}/{out}"),
+        ("continue", " ".join(filter(None, ["dsjob run", folder, longer, *_find_unused(composed, run_dir)]))),
+        ("convert", f"dsjob convert {best}--to {form} {saved} {quote_path(f'{run_dir}/{out}')}"),
         ("repeat", f"dsjob run {again}"),
-        (
-            "sweep",
-            f"dsjob -m {f'{folder}+recipe={composed.recipes[0]}' if composed.recipes else again} {_sweep(composed)}",
-        ),
+        ("sweep", f"dsjob -m {base} {quote_word(_sweep(composed))}"),
     )
-    print("next", *(f"  {name:<10} {command}" for name, command in lines), sep="\n")  # noqa: T201
+    print_lines("next", *(f"  {name:<10} {command}" for name, command in lines))
 
 
 def _find_unused(composed: Composed, run_dir: str) -> list[str]:
@@ -186,7 +187,7 @@ def _find_unused(composed: Composed, run_dir: str) -> list[str]:
         # Not `auto` and old keys, which are resolved to other values, and not what `longer` sets.
         taken = value == "auto" or _contains(before, value)
         if None not in (before, value) and not taken and path[-1] not in _LIMITS:
-            found.append(shlex.quote(hide_value(override)))
+            found.append(quote_word(hide_value(override)))
     return found
 
 
@@ -214,4 +215,4 @@ def _print_yaml(document: dict[str, Any], package: str | None) -> None:
         if not isinstance(value, dict) or part not in value:
             raise UsageError(f"the document has no {package}")
         value = value[part]
-    sys.stdout.write(to_yaml(value))
+    print_block(to_yaml(value))

@@ -11,6 +11,7 @@ from typing import TYPE_CHECKING, Any
 from dsjob.cli.ckpt_text import align, show_age
 from dsjob.cli.flags import make_parser
 from dsjob.planning.plot import spark
+from dsjob.terminal import make_printable, print_block
 
 if TYPE_CHECKING:
     from dsjob.front.runs import Compared, RunInfo
@@ -37,7 +38,8 @@ def main(arguments: list[str], debug: bool) -> int:
     from dsjob.front.runs import list_runs
 
     runs = _sort(list_runs(args.dir), args)
-    print(json.dumps([dataclasses.asdict(run) for run in runs], indent=2) if args.json else show_runs(runs, args.dir))  # noqa: T201
+    listed = json.dumps([dataclasses.asdict(run) for run in runs], indent=2) if args.json else show_runs(runs, args.dir)
+    print_block(listed)
     return 0
 
 
@@ -61,7 +63,7 @@ def show_runs(runs: Sequence[RunInfo], folder: str) -> str:
     from dsjob.front.runs import describe_age
 
     if not runs:
-        return f"no runs in {folder}"
+        return make_printable(f"no runs in {folder}")
     rows = [("name", "status", "step", "metric", "age", "loss", "folder")]
     for run in runs:
         value = _choose(run)
@@ -85,7 +87,8 @@ def _diff(arguments: list[str]) -> int:
     from dsjob.front.runs import compare_runs
 
     found = compare_runs(args.a, args.b)
-    print(json.dumps(dataclasses.asdict(found), indent=2) if args.json else show_compared(found, args.a, args.b))  # noqa: T201
+    shown = json.dumps(dataclasses.asdict(found), indent=2) if args.json else show_compared(found, args.a, args.b)
+    print_block(shown)
     return 0
 
 

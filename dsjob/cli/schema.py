@@ -3,11 +3,11 @@
 from __future__ import annotations
 
 import json
-import sys
 
 from dsjob.cli.flags import make_parser
 from dsjob.contract.reference import find, to_text
 from dsjob.contract.views import VIEWS, to_json_schema
+from dsjob.terminal import print_block
 
 
 def main(arguments: list[str], debug: bool) -> int:
@@ -39,9 +39,9 @@ def main(arguments: list[str], debug: bool) -> int:
     args = parser.parse_args(arguments)
     entries = find(args.view, args.path)
     if (args.format or ("text" if args.path else "json")) == "text":
-        sys.stdout.write("\n".join(to_text(entry) for entry in entries))
+        print_block("\n".join(to_text(entry) for entry in entries))
         return 0
     schemas = [entry.schema for entry in entries]
     node = schemas[0] if len(schemas) == 1 else {"anyOf": schemas}  # an argument of several types: one schema each
-    print(json.dumps(to_json_schema(args.view, entries[0].path, node), indent=2))  # noqa: T201
+    print_block(json.dumps(to_json_schema(args.view, entries[0].path, node), indent=2))
     return 0

@@ -5,7 +5,6 @@ from __future__ import annotations
 
 import argparse
 import json
-import sys
 from collections.abc import Iterator
 from typing import Any
 
@@ -20,6 +19,7 @@ from dsjob.document.resolve import Resolved
 from dsjob.errors import UsageError
 from dsjob.front.origins import find_origin, list_leaves
 from dsjob.front.resolve import resolve_composed
+from dsjob.terminal import print_block, print_lines
 from dsjob.trust.user import read_environment
 
 
@@ -33,11 +33,11 @@ def main(arguments: list[str], debug: bool) -> int:
         rows = list(_list_rows(composed, resolved, changed=args.changed))
         _print_rows(rows, args.format, origins=args.origins)
     elif args.format == "json":
-        print(json.dumps(resolved.document, indent=2))  # noqa: T201
+        print_block(json.dumps(resolved.document, indent=2))
     else:
         from dsjob.cli.output import to_yaml
 
-        sys.stdout.write(to_yaml(resolved.document))
+        print_block(to_yaml(resolved.document))
     return 0
 
 
@@ -98,13 +98,13 @@ def _find_status(path: Path, document: dict[str, Any], schema: contract.Schema) 
 def _print_rows(rows: list[tuple[str, Any, str]], form: str, *, origins: bool) -> None:
     if form == "json":
         entries = [{"path": p, "value": v, **({"origin": o} if origins else {})} for p, v, o in rows]
-        print(json.dumps(entries, indent=2))  # noqa: T201
+        print_block(json.dumps(entries, indent=2))
         return
     texts = [(path, json.dumps(value, ensure_ascii=False), origin) for path, value, origin in rows]
     width = max((len(f"{path}: {text}") for path, text, _ in texts), default=0)
     for path, text, origin in texts:
         line = f"{path}: {text}"
-        print(f"{line:<{min(width, 70)}}  # {origin}" if origins else line)  # noqa: T201
+        print_lines(f"{line:<{min(width, 70)}}  # {origin}" if origins else line)
 
 
 def _show_difference(args: argparse.Namespace) -> int:
@@ -117,10 +117,10 @@ def _show_difference(args: argparse.Namespace) -> int:
         if path[0] != "resolved" and first.get(path) != second.get(path)
     ]
     if args.format == "json":
-        print(json.dumps([{"path": path, "first": a, "second": b} for path, a, b in rows], indent=2))  # noqa: T201
+        print_block(json.dumps([{"path": path, "first": a, "second": b} for path, a, b in rows], indent=2))
         return 0
     for path, a, b in rows:
-        print(f"{path}: {json.dumps(a, ensure_ascii=False)} -> {json.dumps(b, ensure_ascii=False)}")  # noqa: T201
+        print_lines(f"{path}: {json.dumps(a, ensure_ascii=False)} -> {json.dumps(b, ensure_ascii=False)}")
     if not rows:
-        print("no difference")  # noqa: T201
+        print_lines("no difference")
     return 0

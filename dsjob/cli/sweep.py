@@ -4,8 +4,6 @@ from __future__ import annotations
 
 import math
 import os
-import sys
-import traceback
 import uuid
 from typing import Any, cast
 
@@ -35,6 +33,7 @@ from dsjob.files import temporary_folder
 from dsjob.front.execute import check_runnable, run_composed
 from dsjob.launch import launcher
 from dsjob.run_folder import RESULT_NAME, make_run_dir, read_result, write_result
+from dsjob.terminal import print_error, print_lines, print_text, print_traceback
 from dsjob.trust.frames import describe_failure
 from dsjob.trust.grant import Trust
 from dsjob.trust.user import read_environment
@@ -58,7 +57,7 @@ def main(overrides: list[str], file: Document | None, config_dir: str | None, de
         count = composition.count_runs(overrides)
         require_few_runs(count)
         if count == 1 and launcher.is_first():
-            print(_ONE_RUN, file=sys.stderr)  # noqa: T201
+            print_error(_ONE_RUN)
     _refuse_secrets(overrides)
     each = composition.take_first(overrides)
     first = composition.compose(each, file=file, config_dir=config_dir, environment=read_environment())
@@ -187,11 +186,11 @@ def run_one(config: DictConfig) -> float:
     given = cast("list[str]", OmegaConf.to_container(hydra.overrides.task, resolve=False))
     shown = [override for override in given if not override.startswith("+job_file=")]
     if launcher.is_first():
-        print(f"\n== run {hydra.job.num}{': ' * bool(shown)}{' '.join(shown)}", flush=True)  # noqa: T201
+        print_lines("", f"== run {hydra.job.num}{': ' * bool(shown)}{' '.join(shown)}")
     before = read_result(run_dir).get("overrides", shown)
     if before != shown:  # it would resume a run with other values
-        print(f"dsjob: error: {run_dir} holds the run with {' '.join(before)}", file=sys.stderr)  # noqa: T201
-        print("  choose another output.dir, or leave it out", file=sys.stderr)  # noqa: T201
+        found = f"{run_dir} holds the run with {' '.join(before)}"
+        print_error(f"dsjob: error: {UsageError(found, hint='choose another output.dir, or leave it out')}")
         raise SystemExit(2)  # after an Exception, Hydra would continue with the next run
     try:
         source = os.environ.get(_FILE_VARIABLE)
@@ -199,14 +198,14 @@ def run_one(config: DictConfig) -> float:
         result = run_composed(composed, trust, bool(os.environ.get(_DEBUG_VARIABLE)), run_dir=run_dir)
         objective = _read_objective(composed.document, result) if launcher.is_first() else 0.0
     except (Interrupted, Preempted) as error:
-        print(f"dsjob: {error}", file=sys.stderr, flush=True)  # noqa: T201
+        print_error(f"dsjob: {error}")
         raise SystemExit(error.exit_code) from error  # after an Exception, Hydra would continue with the next run
     except Exception as error:
         known = isinstance(error, DsjobError)
         message = mask(str(error) if known else describe_failure(error))
         if not known and os.environ.get(_DEBUG_VARIABLE):
-            traceback.print_exc()
-        print(f"dsjob: error: {message}", file=sys.stderr, flush=True)  # noqa: T201
+            print_traceback(error)
+        print_error(f"dsjob: error: {message}")
         _write(run_dir, {"status": "failed", "error": message, "overrides": shown})
         if hydra.runtime.choices.get("hydra/sweeper") == "optuna":
             raise  # Optuna counts the trial as failed, whereas nan would stop the study
@@ -231,14 +230,12 @@ def _collect(folder: str) -> dict[str, dict[str, Any]]:
 
 def _print_table(folder: str, results: dict[str, dict[str, Any]]) -> None:
     """Prints a row per run: the overrides that differ between runs, the status, the last metrics. Then the errors."""
-    from rich import box
-    from rich.console import Console
-    from rich.table import Table
+    from dsjob.console import Console, Table
 
-    console = Console(highlight=False)
+    console = Console()
     names = list(dict.fromkeys(name for entry in results.values() for name in entry.get("metrics", {}) if name != "lr"))
     common = set.intersection(*(set(entry["overrides"]) for entry in results.values()))
-    table = Table(title=f"sweep {folder}", box=box.SIMPLE_HEAD, title_justify="left")
+    table = Table(f"sweep {folder}")
     for column in ("run", "overrides", "status", "step", *names):
         table.add_column(column, overflow="fold")
     for run, entry in results.items():
@@ -249,4 +246,4 @@ def _print_table(folder: str, results: dict[str, dict[str, Any]]) -> None:
     console.print(table)
     for run, entry in results.items():
         if "error" in entry:
-            console.print(f"run {run} {entry['status']}: {entry['error']}", markup=False, soft_wrap=True)
+            print_text(f"run {run} {entry['status']}: {entry['error']}")

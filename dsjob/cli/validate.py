@@ -14,6 +14,7 @@ from dsjob.contract import report
 from dsjob.contract.rules import EXPLANATIONS, RULES
 from dsjob.errors import Problem, UsageError
 from dsjob.front.validate import NEEDS_TRUST, name_source, validate_file, validate_recipe
+from dsjob.terminal import print_block, print_lines
 from dsjob.trust.user import config_path, read_config
 
 
@@ -49,7 +50,7 @@ def main(arguments: list[str], debug: bool) -> int:
             _print_text(url, problems, texts, lengths)
         found += problems
     if args.format != "text":
-        print(_render(args.format, report.sort_problems(found)))  # noqa: T201
+        print_block(_render(args.format, report.sort_problems(found)))
     return 2 if any(problem.severity == "error" for problem in found) else 0
 
 
@@ -97,19 +98,16 @@ def _explain(rule: str) -> None:
                 f"unknown rule {name!r}", hint=suggest(name, list(EXPLANATIONS)) or "--explain all lists the rules"
             )
         level = RULES[name].severity if name in RULES else ""
-        print(f"{name}{f' ({level})' if level else ''}: {EXPLANATIONS[name]}")  # noqa: T201
+        print_lines(f"{name}{f' ({level})' if level else ''}: {EXPLANATIONS[name]}")
 
 
 def _print_text(url: str, problems: list[Problem], texts: Mapping[str, str], lengths: list[str]) -> None:
     for problem in problems:
         stream = sys.stderr if problem.severity == "error" else sys.stdout
         shown = texts.get(problem.source) if stream.isatty() else None
-        # Flush each line: errors and warnings go to different streams, and would change places in a shared log.
-        print(report.to_text(problem, shown), file=stream, flush=True)
+        print_block(report.to_text(problem, shown), stream)
     if not any(problem.severity == "error" for problem in problems):
-        print(f"{name_source(url)}: {_conclude(problems)}", flush=True)  # noqa: T201
-        for length in lengths:
-            print(f"  {length}", flush=True)  # noqa: T201
+        print_lines(f"{name_source(url)}: {_conclude(problems)}", *(f"  {length}" for length in lengths))
 
 
 def _conclude(warnings: list[Problem]) -> str:

@@ -20,6 +20,7 @@ from typing import Any
 from dsjob.contract.paths import Path, get_at
 from dsjob.contract.secrets import redact
 from dsjob.errors import Problem
+from dsjob.terminal import quote_word
 
 WRITABLE = ("file", "local", "memory", "s3", "s3a", "gs", "gcs", "az", "abfs", "abfss")
 READABLE = (*WRITABLE, "http", "https")
@@ -92,7 +93,7 @@ def explain_url(url: str, *, write: bool = False, granted: Collection[str] | Non
 def _how_to_grant(protocol: str) -> str:
     if not _PROTOCOL.fullmatch(protocol):
         return "correct the URL"
-    return f"if you know what it opens, run with --trust {GRANT}{protocol} or list it in your config file"
+    return f"if you know what it opens, run with --trust {quote_word(GRANT + protocol)} or list it in your config file"
 
 
 def find_protocol(url: str) -> str:
@@ -172,7 +173,8 @@ def check_folders(value: Any, path: Path, granted: Iterable[str]) -> Iterator[Pr
         if isinstance(key, str) and isinstance(item, str) and _WRITTEN.fullmatch(key.lower()):
             if not any(_is_inside(item, folder) for folder in (os.getcwd(), *_list_caches(), *granted)):
                 folder = os.path.abspath(os.path.expanduser(item))
-                advice = f"leave it out, use a folder below the current one, or run with --trust {GRANT_FOLDER}{folder}"
+                granting = quote_word(GRANT_FOLDER + folder)
+                advice = f"leave it out, use a folder below the current one, or run with --trust {granting}"
                 message = f"{shorten(item)} is outside the current folder, and the target would write there"
                 yield Problem(message, (*path, key), "outside-folder", advice)
         elif not (isinstance(item, Mapping) and "_target_" in item):

@@ -22,6 +22,7 @@ from dsjob.contract.resources import read_schema
 from dsjob.contract.schema import Schema
 from dsjob.contract.views import describe_age, describe_status, read_view
 from dsjob.errors import UsageError
+from dsjob.terminal import print_lines
 
 Keys = tuple[str, ...]
 
@@ -376,4 +377,4 @@ def _table(rows: list[dict[str, str]]) -> str:
 
 if __name__ == "__main__":
     written = write_pages(Path(sys.argv[1] if len(sys.argv) > 1 else "docs/reference"))
-    print(f"{len(written)} pages")  # noqa: T201
+    print_lines(f"{len(written)} pages")

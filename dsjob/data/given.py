@@ -11,7 +11,6 @@ the workers of such a loader.
 from __future__ import annotations
 
 import math
-import warnings
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from itertools import islice
 from typing import Any
@@ -26,6 +25,7 @@ from dsjob.data.share import Share
 from dsjob.errors import DataError
 from dsjob.ranks.agreement import all_gather
 from dsjob.ranks.mesh import World
+from dsjob.terminal import warn
 
 
 def is_loader(value: Any) -> bool:
@@ -159,7 +159,7 @@ class GivenLoader:
         found = count_samples(batch)
         if found != self._micro_batch and self._world.data_rank == 0:
             problem = f"{self._share.name} yields batches of {found} samples, but {self._key} is {self._micro_batch}"
-            warnings.warn(f"{problem}: set {self._key} to {found} if all batches have that size", stacklevel=2)
+            warn(f"{problem}: set {self._key} to {found} if all batches have that size", stacklevel=2)
 
 
 class StatefulLoader(GivenLoader):

@@ -9,7 +9,6 @@ from __future__ import annotations
 
 import json
 import math
-import warnings
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import asdict
 from itertools import count
@@ -26,6 +25,7 @@ from dsjob.data.samples import Collate, FailedBatch, Samples, keep, pack_failure
 from dsjob.data.workers import choose_options
 from dsjob.errors import DataError, DsjobError
 from dsjob.ranks.mesh import World
+from dsjob.terminal import warn
 
 _LARGEST = 900_000  # bytes of a dataset's states on a rank; a checkpoint takes 1 MiB
 
@@ -89,7 +89,7 @@ class StreamLoader:
             lost = "a resumed run never sees the samples in it, and continues in another order"
             what = f"{name} ({type(dataset).__name__}): checkpoints do not contain its shuffle buffer, so {lost}"
             instead = "for an exact resume, set data.shuffle_buffer instead of calling shuffle(buffer_size=...)"
-            warnings.warn(f"{what}; {instead}", stacklevel=2)
+            warn(f"{what}; {instead}", stacklevel=2)
 
     def seek(self, samples: int) -> None:
         """Tells how many samples the run has seen (over all ranks)."""
@@ -117,7 +117,7 @@ class StreamLoader:
         if not self._warned:
             self._warned = True
             what = f"checkpoints will not contain the state of {self._name} ({type(self.dataset).__name__}): {why}"
-            warnings.warn(f"{what}; a resume reads the samples of its pass again", stacklevel=2)
+            warn(f"{what}; a resume reads the samples of its pass again", stacklevel=2)
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
         """Continues where all ranks were at `state`."""

@@ -18,6 +18,7 @@ from dsjob.callbacks.flops import make_table
 from dsjob.callbacks.memory_use import GIB, MemoryMeter, read_peak
 from dsjob.callbacks.wall_clock import Stopwatch
 from dsjob.engine.engine import Engine
+from dsjob.terminal import print_block
 
 # DeepSpeed's names of the parts of a step: in the printed line, and behind `elapsed_time_ms_` in events for monitors.
 _DEEPSPEED_NAMES = {
@@ -133,4 +134,4 @@ def _print_line(title: str, values: Mapping[str, float]) -> None:
 
 
 def _print(text: str) -> None:
-    print(text, flush=True)  # noqa: T201
+    print_block(text)

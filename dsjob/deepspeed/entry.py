@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import warnings
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import replace
 from typing import Any
@@ -22,6 +21,7 @@ from dsjob.engine import build, configs
 from dsjob.errors import ConfigWarning
 from dsjob.parallel.pipeline.module import PipelineModule
 from dsjob.ranks.agreement import on_rank_0
+from dsjob.terminal import warn
 
 # What `initialize` makes, and for a PipelineModule; `dsjob exec` puts engines here that record their steps.
 engine_type: type[DeepSpeedEngine] = DeepSpeedEngine
@@ -60,7 +60,7 @@ def initialize(
         on_rank_0(world.everyone, lambda: require_packages(given))
         if dotted and world.everyone.rank == 0:
             listed = f"these keys have no effect, as in DeepSpeed; write them as section and key: {', '.join(dotted)}"
-            warnings.warn(listed, ConfigWarning, stacklevel=2)
+            warn(listed, ConfigWarning, stacklevel=2)
         kind = pipeline_type if isinstance(model, PipelineModule) else engine_type
         engine = build.make_engine(kind, model, given, world, optimizer, model_parameters, lr_scheduler)
         engine.obey(own)

@@ -18,6 +18,7 @@ from dsjob.errors import ConfigError, UsageError
 from dsjob.monitors import SERVICES, find_missing
 from dsjob.monitors.delivery import Receivers
 from dsjob.monitors.monitor import Event, Series
+from dsjob.terminal import split_text
 
 # The sections of a DeepSpeed config. MLflow is one of jobs only.
 _SECTIONS: dict[str, type[Any]] = {
@@ -63,7 +64,7 @@ class Monitor(Receivers):
 
 
 def _warn(title: str, text: str) -> None:
-    logger.warning("%s %s", title, text)
+    logger.warning("%s", "\n".join(split_text(f"{title} {text}")))
 
 
 def _make_plain(event: Any) -> Event:

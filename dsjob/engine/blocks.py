@@ -13,7 +13,6 @@ from __future__ import annotations
 
 import functools
 import logging
-import warnings
 from collections.abc import Callable
 from typing import Any
 
@@ -25,6 +24,7 @@ from dsjob.compute.activation.recompute import Recomputed
 from dsjob.compute.find_blocks import find_blocks
 from dsjob.contract.spec import EngineSpec
 from dsjob.errors import ContractError
+from dsjob.terminal import warn
 from dsjob.torch_private import COMPILER_LOG, LIMIT_REACHED, raise_recompile_limit
 from dsjob.torch_private.compile_cache import use_private_cache
 
@@ -112,7 +112,7 @@ def _explain_limit(record: logging.LogRecord) -> bool:
     if LIMIT_REACHED not in str(record.msg) or not isinstance(record.args, tuple):
         return True
     _, limit, function, reason, *_ = record.args
-    warnings.warn(
+    warn(
         f"compile: torch has compiled {function} {limit} times and now runs other cases without compilation; the last "
         f"reason: {str(reason).strip()}. If sizes change, set compile.dynamic: true",
         stacklevel=2,

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import argparse
 import re
-import warnings
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from typing import Any, TypeVar
@@ -46,6 +45,7 @@ from dsjob.ranks.divide import divide_axes
 from dsjob.ranks.mesh import World, join_world, leave_world
 from dsjob.ranks.mpu import divide, read_data_ranks
 from dsjob.ranks.rendezvous import init_distributed
+from dsjob.terminal import warn
 from dsjob.trust.grant import Trust
 
 Parameters = Iterable[nn.Parameter] | Iterable[dict[str, Any]]
@@ -330,7 +330,7 @@ def _mark_leaves(model: nn.Module, spec: EngineSpec, world: World) -> None:
     missing = mark_leaves(model, spec.zero_optimization.leaf_module)
     if missing and world.everyone.rank == 0:
         message = f"zero_optimization.leaf_module names modules that the model does not have: {', '.join(missing)}"
-        warnings.warn(message, ConfigWarning, stacklevel=4)
+        warn(message, ConfigWarning, stacklevel=4)
 
 
 def _require_function(optimizer: object) -> None:

@@ -5,12 +5,11 @@ from __future__ import annotations
 import dataclasses
 import math
 import os
-import warnings
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 from dsjob import document as documents
-from dsjob import storage
+from dsjob import storage, terminal
 from dsjob.config import Config
 from dsjob.contract import locations
 from dsjob.contract.bounds import check_values
@@ -82,7 +81,7 @@ def read_config(args: Any, config: str | Mapping[str, Any] | None) -> tuple[dict
 def warn_of_unknown(problems: Sequence[Problem]) -> None:
     """Warns on rank 0 of unknown keys that were left out."""
     for problem in problems if os.environ.get("RANK", "0") == "0" else ():
-        warnings.warn(str(problem), ConfigWarning, stacklevel=5)
+        terminal.warn(str(problem), ConfigWarning, stacklevel=5)
 
 
 def _read_config(args: Any, config: str | Mapping[str, Any] | None) -> tuple[dict[str, Any], tuple[str, ...], Origin]:
@@ -169,7 +168,7 @@ def _name_passed(value: object) -> str:
 def warn(problems: Sequence[Problem], origin: Origin) -> None:
     """Warns, at the line that calls `initialize`. To be called by what `initialize` calls."""
     for text in describe_warnings(problems, origin):
-        warnings.warn(text, ConfigWarning, stacklevel=4)
+        terminal.warn(text, ConfigWarning, stacklevel=4)
 
 
 def list_warnings(problems: Sequence[Problem], origin: Origin) -> list[str]:

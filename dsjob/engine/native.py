@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import warnings
 from collections.abc import Iterable, Sequence
 
 from torch import Tensor, nn
@@ -19,6 +18,7 @@ from dsjob.optim.onebit.compressing import CompressingOptimizer
 from dsjob.optim.onebit.own_gradients import count_ranks
 from dsjob.ranks.agreement import all_gather
 from dsjob.ranks.mesh import World
+from dsjob.terminal import warn
 
 
 def choose_ops(optimizer: Optimizer, masters: Iterable[Tensor], ops: Ops, world: World) -> None:
@@ -119,5 +119,5 @@ def _agree(op: str, problem: str, wish: Wish, world: World, what: str) -> bool:
         raise BuildError(problem, hint=f"with ops.{op}=auto, dsjob uses {instead} instead")
     if problem and what and world.everyone.rank == 0:
         reason = " ".join(line.strip() for line in problem.splitlines()[:2])  # with the compiler's first error
-        warnings.warn(f"{instead} {what}: {reason}", stacklevel=3)
+        warn(f"{instead} {what}: {reason}", stacklevel=3)
     return not problem

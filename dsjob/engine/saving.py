@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import os
-import warnings
 from collections.abc import Callable, Iterator, Mapping, MutableMapping
 from contextlib import contextmanager
 from typing import Any
@@ -25,6 +24,7 @@ from dsjob.parallel.strategy import broadcast
 from dsjob.parallel.zero import GatheredParameters
 from dsjob.ranks.agreement import all_gather
 from dsjob.ranks.joint import Meetings
+from dsjob.terminal import warn
 from dsjob.torch_private import own_parameters
 
 _SAVED_BY_ALL = (
@@ -113,7 +113,7 @@ class Saving(Readings):
             frozen=not exclude_frozen_parameters,
         )
         for note in saved.notes:
-            warnings.warn(f"{saved.url} was saved, but: {note}", stacklevel=2)
+            warn(f"{saved.url} was saved, but: {note}", stacklevel=2)
         return True
 
     def load_checkpoint(
@@ -144,7 +144,7 @@ class Saving(Readings):
         counters = self.counters()
         chosen, note = (str(tag), "") if tag is not None else checkpointer.follow_latest()
         if note and self.world.everyone.rank == 0:
-            warnings.warn(f"{load_dir}: {note}", stacklevel=2)
+            warn(f"{load_dir}: {note}", stacklevel=2)
         try:
             loaded = checkpointer.load(
                 self,
@@ -158,12 +158,12 @@ class Saving(Readings):
             if tag is not None:
                 raise
             if self.world.everyone.rank == 0:
-                warnings.warn(f"nothing was loaded: {error.message}", stacklevel=2)
+                warn(f"nothing was loaded: {error.message}", stacklevel=2)
             return None, None
         if load_module_only:
             self.restore_counters(counters)
         for note in loaded.notes:
-            warnings.warn(f"{loaded.url}: {note}", stacklevel=2)
+            warn(f"{loaded.url}: {note}", stacklevel=2)
         return loaded.url, loaded.client_state
 
     def _call_with_whole_model(self, custom_load_fn: Callable[..., None]) -> Callable[[dict[str, Tensor]], None]:
@@ -202,7 +202,7 @@ class Saving(Readings):
         zero = self.spec.zero_optimization
         if zero.stage == 3 and self.world.data_size > 1 and not zero.stage3_gather_16bit_weights_on_model_save:
             if self.world.everyone.rank == 0:
-                warnings.warn(f"nothing was saved in {save_dir}: {_NOT_GATHERED}", stacklevel=2)
+                warn(f"nothing was saved in {save_dir}: {_NOT_GATHERED}", stacklevel=2)
             return False
         state, url = self.state(), os.path.join(_require_folder(save_dir), save_filename)
         if exclude_frozen_parameters:
@@ -289,7 +289,7 @@ class Saving(Readings):
             if mode == "fail":
                 raise CheckpointError(message, hint="pass the same tag on every rank")
             if mode == "warn" and everyone.rank == 0:
-                warnings.warn(f"{message}; using rank 0's", stacklevel=3)
+                warn(f"{message}; using rank 0's", stacklevel=3)
         return tags[0]
 
 

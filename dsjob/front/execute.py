@@ -25,6 +25,7 @@ from dsjob.front.process import keeping_process
 from dsjob.launch import launcher
 from dsjob.launch.surroundings import quiet_torch
 from dsjob.run_folder import make_run_dir, marking_running
+from dsjob.terminal import print_error, print_lines
 from dsjob.training.advice import count_too_few_cores
 from dsjob.training.failed_starts import find_existing, taking_back
 from dsjob.training.form import read_form
@@ -51,7 +52,7 @@ def run_composed(
         document["resolved"].setdefault("file", origin)
     if launcher.is_first():
         for note in composed.notes:
-            print(note, file=sys.stderr)  # noqa: T201
+            print_error(note)
         _print_warnings([*told, *place_problems(_warn_of_cores(document), composed.locate)])
         if run_dir is None and not read_form():
             _say_first(composed, world_size)
@@ -144,7 +145,7 @@ def _say_first(composed: Composed, world_size: int) -> None:
     given = "a dict" if composed.file and composed.file.source == PROGRAM else ""
     origin = given or composed.file.source if composed.file else f"recipe {', '.join(composed.recipes)}"
     ranks = f"{world_size:,} rank{'s' * (world_size > 1)}"
-    print(f"starting {composed.document['name']} ({origin}) on {ranks}", flush=True)  # noqa: T201
+    print_lines(f"starting {composed.document['name']} ({origin}) on {ranks}")
 
 
 def _warn_of_cores(document: dict[str, Any]) -> list[Problem]:
@@ -168,7 +169,7 @@ def _find_unset(composed: Composed, document: dict[str, Any]) -> list[Problem]:
 def _print_warnings(warnings: Sequence[Problem]) -> None:
     idle = [problem.dotted for problem in warnings if problem.rule == "no-effect"]
     if idle:
-        print(f"no effect here: {', '.join(idle)} (`dsjob validate` says why)", file=sys.stderr)  # noqa: T201
+        print_lines(f"no effect here: {', '.join(idle)} (`dsjob validate` says why)", file=sys.stderr)
     for problem in warnings:
         if problem.rule != "no-effect":
-            print(problem, file=sys.stderr)  # noqa: T201
+            print_lines(str(problem), file=sys.stderr)

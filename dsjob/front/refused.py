@@ -7,6 +7,7 @@ import os
 from dsjob.contract import schema as contract
 from dsjob.document import Document
 from dsjob.errors import DocumentError, Problem, UsageError
+from dsjob.terminal import quote_path
 
 _MOST = 2_000  # names of a folder that are compared
 
@@ -48,6 +49,6 @@ def require_own(document: Document) -> None:
     from dsjob.importing.sources import name_foreign  # a large import that only such files need
 
     if found := name_foreign(document.value):
-        mark, hint = document.mark(()), f"convert it to a job document: dsjob import {document.source}"
+        mark, hint = document.mark(()), f"convert it to a job document: dsjob import {quote_path(document.source)}"
         message = f"this is not a job document but {found}"
         raise DocumentError([Problem(message, (), "another-tool", hint, document.source, mark.line, mark.column)])

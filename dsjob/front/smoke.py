@@ -23,6 +23,7 @@ from dsjob.files import keep_only, temporary_folder
 from dsjob.front.weights import convert
 from dsjob.launch.launcher import is_first
 from dsjob.run_folder import LOGS_NAME, METRICS_NAME
+from dsjob.terminal import print_error, print_lines
 from dsjob.training.form import read_form, showing
 
 _STEPS = 2  # of the first start; the second start takes one more
@@ -115,7 +116,7 @@ def _telling(folder: str, doing: list[str]) -> Iterator[None]:
         yield
     except BaseException as error:
         if is_first():
-            print(f"dsjob: the smoke run failed while {doing[0]}; nothing was started", file=sys.stderr)  # noqa: T201
+            print_error(f"dsjob: the smoke run failed while {doing[0]}; nothing was started")
         told = f"{error.message} {error.hint}" if isinstance(error, DsjobError) else str(error)
         if folder and os.path.join(folder, LOGS_NAME) in told:
             keep_only(folder, LOGS_NAME)
@@ -144,8 +145,8 @@ def _show(tried: Tried) -> None:
             "saved_bytes": tried.saved,
             "seconds": tried.seconds,
         }
-        print(json.dumps({"event": "smoke", **values}), flush=True)  # noqa: T201
+        print_lines(json.dumps({"event": "smoke", **values}))
         return
-    print(f"smoke run  done in {tried.seconds:.0f} s: {', '.join(tried.parts)}")  # noqa: T201
+    print_lines(f"smoke run  done in {tried.seconds:.0f} s: {', '.join(tried.parts)}")
     warm = f"{min(later):.3g} s (the first one {first:.3g} s)" if later else f"{first:.3g} s"
-    print(f"smoke run  a step took {warm}; a checkpoint has {tried.saved:,} bytes; it was deleted", flush=True)  # noqa: T201
+    print_lines(f"smoke run  a step took {warm}; a checkpoint has {tried.saved:,} bytes; it was deleted")

@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import math
 import os
+import re
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, replace
@@ -19,6 +20,7 @@ from dsjob.document.origins import PROGRAM, Composed, is_deepspeed, read_documen
 from dsjob.errors import DocumentError, Problem, UsageError
 from dsjob.front.refused import refuse_missing, require_own
 from dsjob.run_folder import RESOLVED_NAME
+from dsjob.terminal import quote_path, quote_word
 from dsjob.trust.user import Flags, grant, read_environment
 
 Given = str | os.PathLike[str] | Mapping[str, Any] | None
@@ -154,7 +156,7 @@ def read_source(source: str, overrides: Sequence[str], *, bare: bool = False) ->
         resolved = os.path.join(source, RESOLVED_NAME)
         if not os.path.exists(resolved):
             above = os.path.dirname(source.rstrip("/"))
-            hint = f"dsjob run {above}" if os.path.exists(os.path.join(above, RESOLVED_NAME)) else ""
+            hint = f"dsjob run {quote_path(above)}" if os.path.exists(os.path.join(above, RESOLVED_NAME)) else ""
             raise UsageError(f"{source} is not a run folder: there is no {RESOLVED_NAME} in it", hint=hint)
         document = read_document(resolved)
         _require_same_places(source.rstrip("/") or "/", document.value, rest)
@@ -168,7 +170,7 @@ def read_source(source: str, overrides: Sequence[str], *, bare: bool = False) ->
             return None, [f"deepspeed={quote(source)}", *rest]
         raise UsageError(
             f"{source} is a DeepSpeed config: it says how to train, but not what",
-            hint=f"build a job on it: dsjob +recipe=quickstart deepspeed={source}",
+            hint=f"build a job on it: dsjob +recipe=quickstart {name_change('deepspeed', source)}",
         )
     require_own(document)
     if os.path.basename(source) == RESOLVED_NAME and "://" not in source:
@@ -189,8 +191,9 @@ def _require_same_places(folder: str, document: Any, overrides: Sequence[str]) -
     out = given.get("output.dir")
     if out is not None and os.path.abspath(out) != os.path.abspath(folder):
         raise UsageError(
-            f"output.dir={out}: dsjob run {folder} resumes the run in that folder, and writes nowhere else",
-            hint=f"start another run with dsjob run {folder}/{RESOLVED_NAME} output.dir={out}",
+            f"output.dir={out}: dsjob run {quote_path(folder)} resumes the run in that folder, and writes nowhere else",
+            hint=f"start another run with dsjob run {quote_path(f'{folder}/{RESOLVED_NAME}')}"
+            f" {name_change('output.dir', out)}",
         )
     section = document.get("checkpoint") if isinstance(document, dict) else None
     before = (section.get("dir") if isinstance(section, dict) else None) or f"{folder}/checkpoints"
@@ -198,8 +201,13 @@ def _require_same_places(folder: str, document: Any, overrides: Sequence[str]) -
     if after != before and not storage.list_names(storage.join(after, "commits")):
         raise UsageError(
             f"checkpoint.dir={after} holds no checkpoint: the run in {folder} keeps its checkpoints in {before}",
-            hint=f"copy them first with dsjob ckpt copy {before} {after}",
+            hint=f"copy them first with dsjob ckpt copy {quote_path(before)} {quote_path(after)}",
         )
+
+
+def name_change(key: str, text: str) -> str:
+    """The override that sets a key to a text, for a shell."""
+    return quote_word(f"{key}={text if re.fullmatch(r'[A-Za-z.][A-Za-z0-9./_-]*', text) else quote(text)}")
 
 
 def quote(text: str) -> str:

@@ -14,8 +14,18 @@ from dsjob.front.checkpoint import Chosen, choose_checkpoint
 from dsjob.front.execute import run_composed
 from dsjob.front.process import keeping_process, require_no_group
 from dsjob.front.run import naming_no_flags, one_at_a_time
-from dsjob.front.source import Source, allowing, list_words, make_flags, quote, require_path, telling_places
+from dsjob.front.source import (
+    Source,
+    allowing,
+    list_words,
+    make_flags,
+    name_change,
+    quote,
+    require_path,
+    telling_places,
+)
 from dsjob.launch import launcher
+from dsjob.terminal import quote_word
 from dsjob.trust.grant import Trust
 
 Task = Literal["eval", "predict", "generate"]
@@ -127,11 +137,11 @@ def make_task(task: Task, chosen: Chosen, overrides: Sequence[str], *, ema: bool
     Its files go to `TASK-TAG` in the run's folder, unless `overrides` set output.dir. Raises UsageError.
     """
     if chosen.file is None:
-        hint = f"write a job, and run it with 'tasks=[{task}]' checkpoint.resume={chosen.url}"
+        hint = f"write a job, and run it with 'tasks=[{task}]' {name_change('checkpoint.resume', chosen.url)}"
         raise UsageError(f"{chosen.url} does not contain its job", hint=hint)
     for word in overrides:
         if word.lstrip("+").partition("=")[0] == "checkpoint.resume":
-            hint = f"for other weights, run the job itself with 'tasks=[{task}]' {word}"
+            hint = f"for other weights, run the job itself with 'tasks=[{task}]' {quote_word(word)}"
             raise UsageError(f"{word}: dsjob {task} uses the checkpoint that it is given, {chosen.url}", hint=hint)
     url = os.path.abspath(chosen.url) if "://" not in chosen.url else chosen.url
     folder = os.path.join(chosen.run_dir or os.path.join("outputs", "%name"), f"{task}-{chosen.tag}")

@@ -24,6 +24,7 @@ from dsjob.errors import DocumentError, DsjobError, Problem, UsageError, limit_p
 from dsjob.front.check import Checked, check_composed, find_other_job
 from dsjob.front.refused import require_own
 from dsjob.run_folder import RESOLVED_NAME
+from dsjob.terminal import quote_path
 from dsjob.trust.grant import Trust
 from dsjob.trust.presence import find_absent
 from dsjob.trust.user import Flags, grant, place_origins, read_environment
@@ -105,7 +106,8 @@ def _name_documents(folder: str) -> str:
     """How to check a document in `folder`, such as that of a run; empty if there is none."""
     names = sorted(os.listdir(folder), key=lambda name: (name != RESOLVED_NAME, name))
     found = next((name for name in names if name.endswith((".yaml", ".yml", ".json"))), "")
-    return f"name a file: dsjob validate {os.path.normpath(os.path.join(folder, found))}" if found else ""
+    path = os.path.normpath(os.path.join(folder, found))
+    return f"name a file: dsjob validate {quote_path(path)}" if found else ""
 
 
 def _collect(find: Callable[[], Iterable[Problem]], source: str) -> list[Problem]:
@@ -249,7 +251,7 @@ def _find_remote(document: Document) -> Problem | None:
         f"{url} is not read here: validate opens no connection",
         ("deepspeed",),
         "not-read",
-        f"check it separately: dsjob validate {beside}{url}" if "${" not in url else "",
+        f"check it separately: dsjob validate {quote_path(beside + url)}" if "${" not in url else "",
         document.source,
         mark.line,
         mark.column,

@@ -21,6 +21,7 @@ from dsjob.importing.settle import Imported, settle
 from dsjob.importing.sources import Source
 from dsjob.importing.task import draft_task
 from dsjob.importing.training_arguments import draft_arguments, fill_settings, sort_arguments
+from dsjob.terminal import quote_path
 
 _Config = tuple[dict[str, Any], Callable[[Path], str]]  # a DeepSpeed config, and the place of each value
 
@@ -157,7 +158,7 @@ def _name_file(given: Given, gathered: Gathered, home: str, kind: sources.Source
     elif given.is_open:
         gathered.draft.note("fill in", f"{given.label}: to import that file too, pass it as another FILE", given)
     elif not storage.is_local(name):
-        text = f"files that a source names are not fetched; pass it as a FILE: dsjob import {name} ..."
+        text = f"files that a source names are not fetched; pass it as a FILE: dsjob import {quote_path(name)} ..."
         gathered.draft.note("left out", f"{given.label}: {text}", given)
     elif not storage.is_local(home):
         text = "a file from the network may not name local files; pass it as another FILE"

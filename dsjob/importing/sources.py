@@ -18,6 +18,7 @@ from dsjob.document.origins import STDIN, read_text
 from dsjob.errors import DocumentError, Problem, UsageError
 from dsjob.importing import accelerate, determined
 from dsjob.importing.command_line import Command, find_commands
+from dsjob.terminal import quote_path
 
 SourceKind = Literal["deepspeed", "arguments", "command", "accelerate", "determined"]
 SOURCE_KINDS: tuple[SourceKind, ...] = get_args(SourceKind)
@@ -118,7 +119,7 @@ def _recognise(document: Document, url: str, asked: SourceKind | None) -> Source
     if not content:
         raise UsageError(f"nothing to import: {url} is an empty object")
     if {"model", "data"} <= set(content) and isinstance(content.get("trainer", {}), dict):
-        raise UsageError(f"{url} is already a job document", hint=f"dsjob validate {url}")
+        raise UsageError(f"{url} is already a job document", hint=f"dsjob validate {quote_path(url)}")
     scores = {kind: sum(test(key, value) for key, value in content.items()) for kind, test in _TESTS.items()}
     best = max(scores.values())
     found = [kind for kind, score in scores.items() if score == best]

@@ -12,7 +12,6 @@ import signal
 import statistics
 import sys
 import time
-import traceback
 from collections.abc import Mapping
 from dataclasses import dataclass, replace
 from typing import Any, NoReturn
@@ -29,6 +28,7 @@ from dsjob.launch import launcher
 from dsjob.launch.rank import end_rank, end_with_parent
 from dsjob.ranks import patience
 from dsjob.ranks.signals import handling
+from dsjob.terminal import print_traceback
 from dsjob.trust.frames import describe_failure, hint_at_failure
 from dsjob.trust.grant import Trust
 
@@ -174,7 +174,7 @@ def _start(document: Mapping[str, Any], run_dir: str, trust: str, debug: bool) -
         with open(os.path.join(run_dir, _ERROR), "w", encoding="utf-8") as file:
             json.dump(record, file)
         if debug and not known:
-            traceback.print_exc()
+            print_traceback(error)
         end_rank(1)
     end_rank(0)
 

@@ -32,6 +32,7 @@ from dsjob.run_folder import (
     write_resolved,
     write_result,
 )
+from dsjob.terminal import print_error, quote_path
 from dsjob.trust.frames import describe_failure
 from dsjob.trust.grant import Trust
 
@@ -105,7 +106,7 @@ def telling_what_is_kept(run_dir: str, document: Mapping[str, Any]) -> Iterator[
         with suppress(DsjobError):  # the storage itself may have failed
             kept = list_commits(run_dir, document)
             if kept != commits or _read_progress(run_dir) != before:
-                print(f"dsjob: {_describe_kept(run_dir, document, kept, commits)}", file=sys.stderr)  # noqa: T201
+                print_error(f"dsjob: {_describe_kept(run_dir, document, kept, commits)}")
                 _write_failure(run_dir, error)
             elif before is None and os.path.exists(os.path.join(run_dir, RESOLVED_NAME)):
                 _write_failure(run_dir, error)
@@ -138,7 +139,7 @@ def _describe_kept(run_dir: str, document: Mapping[str, Any], commits: Sequence[
         return f"nothing was saved in {run_dir}; {hint}"
     newest = max(commits, key=lambda name: (len(name), name)).removesuffix(".json")
     news = "nothing newer was saved; " if commits == before else ""
-    return f"{news}the newest checkpoint is {newest}; to resume: dsjob run {run_dir}"
+    return f"{news}the newest checkpoint is {newest}; to resume: dsjob run {quote_path(run_dir)}"
 
 
 def start(job: ResolvedJob, run_dir: str, *, trust: Trust, debug: bool, apart: bool = False) -> dict[str, Any]:

@@ -7,7 +7,6 @@ import faulthandler
 import os
 import signal
 import sys
-import traceback
 import warnings
 from collections.abc import Sequence
 from contextlib import suppress
@@ -20,6 +19,7 @@ from dsjob.contract.masked_output import end_output, watch_output
 from dsjob.contract.resolved import ResolvedJob
 from dsjob.ranks.failures import Failure, record_failure, record_success
 from dsjob.ranks.stalls import place_records, record_collectives
+from dsjob.terminal import format_text, print_traceback
 from dsjob.trust.grant import Trust
 
 # Set by the launcher for its ranks. Commands never read them.
@@ -60,7 +60,7 @@ def run_rank(handed: str, run_dir: str) -> int:
         # So that the watchdog leaves this rank time to report its error.
         position.doing = "ending"
         if os.environ.get(DEBUG_VARIABLE):
-            traceback.print_exc()
+            print_traceback(error)
         failure = Failure.of(number, error, stage=position.stage)
         record_failure(folder, failure)
         return failure.exit_code
@@ -69,15 +69,16 @@ def run_rank(handed: str, run_dir: str) -> int:
 
 
 def shorten_warnings() -> None:
-    """Prints warnings of dsjob's own code in one line. Python would add a line of that code."""
+    """Prints warnings of dsjob's own code in one line, to which Python would add a line of that code, and all warnings
+    with printable texts."""
     usual, home = warnings.formatwarning, os.path.dirname(os.path.dirname(__file__)) + os.sep
 
     def form(
         message: Warning | str, category: type[Warning], filename: str, lineno: int, line: str | None = None
     ) -> str:
         if filename.startswith(home):
-            return f"dsjob: warning: {message}\n"
-        return usual(message, category, filename, lineno, line)
+            return format_text(f"dsjob: warning: {message}")
+        return format_text(usual(message, category, filename, lineno, line))
 
     warnings.formatwarning = form
 

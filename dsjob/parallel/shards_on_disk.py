@@ -7,7 +7,6 @@ cache. Meanwhile, those of the following units are read too, in the order in whi
 
 from __future__ import annotations
 
-import warnings
 from collections import deque
 from collections.abc import Sequence
 from contextlib import suppress
@@ -26,6 +25,7 @@ from dsjob.errors import ConfigWarning, StorageError
 from dsjob.ops.disk import Buffer, Piece, Transfer, round_up
 from dsjob.optim.on_disk import StateOnDisk
 from dsjob.ranks.mesh import World
+from dsjob.terminal import warn
 from dsjob.torch_private.fsdp import list_sharded, pin_gradients, read_before_gathers, shard_memory, show_shard_in
 
 
@@ -88,7 +88,7 @@ class ShardsOnDisk:
                 "offload_param.device is nvme, but all parameters stay in memory:"
                 f" a rank has at most max_in_cpu elements ({offload.max_in_cpu:,}); set it to 0 to move all of them"
             )
-            warnings.warn(message, ConfigWarning, stacklevel=2)
+            warn(message, ConfigWarning, stacklevel=2)
         alone = world.data_mesh.size(-1) == 1
         self._shards = [self._list_shards(unit) for unit in units]
         self._sizes = [sum(shard.mapped.numel() for shard in shards) for shards in self._shards]

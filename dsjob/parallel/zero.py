@@ -9,7 +9,6 @@ references to them see the whole values.
 
 from __future__ import annotations
 
-import warnings
 from collections.abc import Iterable, Mapping
 from types import TracebackType
 from typing import Any
@@ -25,6 +24,7 @@ from dsjob.optim.shards import local, own_part
 from dsjob.optim.shards import whole as gather
 from dsjob.parallel.parameters import find_owned, meet_to_gather
 from dsjob.parallel.presharded import ShardStatus, announce
+from dsjob.terminal import warn
 from dsjob.torch_private import count_changes, tree_map
 
 
@@ -125,7 +125,7 @@ class GatheredParameters:
         lost = [parameter for parameter, version in pairs if count_changes(_whole_of(parameter)) != version]
         if lost:
             shapes = ", ".join(str(list(_whole_of(parameter).shape)) for parameter in lost[:3])
-            warnings.warn(
+            warn(
                 f"GatheredParameters without modifier_rank drops what was changed inside: {len(lost)} of"
                 f" {len(self._gathered)} parameters (shapes {shapes}{', ...' if len(lost) > 3 else ''}); pass"
                 " modifier_rank=0 to keep the changes of rank 0",

@@ -9,13 +9,13 @@ from __future__ import annotations
 
 import json
 import os
-import sys
 from collections.abc import Sequence
 
 from dsjob import provenance, storage
 from dsjob.contract.secrets import is_secret, redact
 from dsjob.errors import DsjobError, Preempted, StorageError, UsageError
 from dsjob.run_folder import PROGRAM_NAME, make_run_dir, write_result
+from dsjob.terminal import print_error
 
 _PATTERN = "outputs/%name/%time"  # the default of `output.dir`
 
@@ -47,7 +47,7 @@ def conclude(run_dir: str, code: int, message: str, seconds: float) -> None:
     try:
         write_result(run_dir, {"status": status, "exit_code": code, "seconds": round(seconds, 1), **told})
     except StorageError as error:
-        print(f"dsjob exec: {error.message}", file=sys.stderr)  # noqa: T201
+        print_error(f"dsjob exec: {error.message}")
 
 
 def hide_words(words: Sequence[str]) -> list[str]:

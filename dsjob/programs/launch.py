@@ -21,6 +21,7 @@ from dsjob.programs import folder, rank
 from dsjob.programs.alias import STAND_IN, leave_out, stand_in
 from dsjob.ranks.loopback import is_loopback
 from dsjob.run_folder import marking_running
+from dsjob.terminal import print_error, print_lines
 
 replace_process = os.execv
 _TIMEOUT, _GRACE = 1800.0, 60.0  # seconds, as in the schema of `launch`
@@ -74,7 +75,7 @@ def choose_ranks(
             raise UsageError("--num_gpus excludes --include and --exclude", hint="these also say how many GPUs to use")
         if devices.VISIBLE in os.environ:
             told = f"ignoring {devices.VISIBLE}={os.environ[devices.VISIBLE]}: --include and --exclude name GPUs"
-            print(f"dsjob exec: {told} of the whole machine", file=sys.stderr)  # noqa: T201
+            print_error(f"dsjob exec: {told} of the whole machine")
         gpus = devices.choose_gpus(include, exclude, devices.count_gpus(), "--{}")
         return Ranks(len(gpus), tuple(gpus), *place)
     visible = devices.count_visible()
@@ -132,7 +133,7 @@ def become_rank(
 
 def _tell_beginning(program: Program, ranks: int, run_dir: str) -> None:
     shown = f"{ranks} rank{'s' * (ranks > 1)}"
-    print(f"dsjob exec: {program.name} on {shown}, run folder {run_dir}", file=sys.stderr, flush=True)  # noqa: T201
+    print_lines(f"dsjob exec: {program.name} on {shown}, run folder {run_dir}", file=sys.stderr)
 
 
 def require_engine(engine: str) -> None:

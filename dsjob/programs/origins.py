@@ -29,6 +29,7 @@ from dsjob.engine import configs
 from dsjob.engine.configs import Origin
 from dsjob.errors import ConfigError, ConfigWarning, DocumentError, Problem, UsageError
 from dsjob.programs.alias import STAND_IN
+from dsjob.terminal import quote_path
 
 # Problems that no value which a library fills in later can mend. Libraries fill in "auto" for keys that they know.
 _LASTING = {"unknown-key", "type", "enum", "range", "length", "unsupported"}
@@ -132,7 +133,7 @@ def describe_warnings(problems: Sequence[Problem], origin: Origin) -> list[str]:
     texts = configs.list_warnings([problem for problem in problems if problem not in idle], origin)
     if notable:
         place = source if _is_file(origin) else f"{source}:{line}"
-        why = f" (why: dsjob validate {source})" if _is_file(origin) else ""
+        why = f" (why: dsjob validate {quote_path(source)})" if _is_file(origin) else ""
         texts.insert(0, f"{place}: these keys have no effect in dsjob: {', '.join(notable)}{why}")
     return texts
 

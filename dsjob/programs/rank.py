@@ -41,6 +41,7 @@ from dsjob.ranks import patience
 from dsjob.ranks.failures import SAVED_CODES, Failure, record_failure
 from dsjob.ranks.stalls import place_records, record_collectives
 from dsjob.run_folder import marking_running
+from dsjob.terminal import print_error
 
 # Set by the launcher for its ranks.
 RUN_VARIABLE = "DSJOB_RUN"  # the run folder; empty if this rank writes nothing there
@@ -108,10 +109,9 @@ def _tell_unused() -> None:
     stands_in = os.environ.get("PYTHONPATH", "").startswith(STAND_IN)  # not with --engine deepspeed
     recording: Any = sys.modules.get("dsjob.programs.recording")
     if stands_in and (recording is None or not recording.DeepSpeedEngine.made):
-        print(  # noqa: T201
+        print_error(
             "dsjob exec: rank 0 has not called deepspeed.initialize, so dsjob's engine was not used; Hugging Face's"
-            " Trainer calls it if TrainingArguments has deepspeed=..., and accelerate with a DeepSpeedPlugin",
-            file=sys.stderr,
+            " Trainer calls it if TrainingArguments has deepspeed=..., and accelerate with a DeepSpeedPlugin"
         )
 
 
@@ -158,7 +158,7 @@ def _read_code(end: SystemExit) -> int:
     """The exit code of `sys.exit(...)`: any object but a number is a message."""
     if end.code is None or isinstance(end.code, int):
         return (end.code or 0) & 0xFF
-    print(end.code, file=sys.stderr)  # noqa: T201
+    sys.stderr.write(f"{end.code}\n")  # the program's own words, as they are
     return 1
 
 
@@ -194,7 +194,7 @@ def _report_fork(error: BaseException, debug: bool) -> int:
 
 
 def _say(start: str, failure: Failure) -> None:
-    print(f"{start}{failure.message}\n  {failure.hint}".rstrip(), file=sys.stderr, flush=True)  # noqa: T201
+    print_error(f"{start}{failure.message}\n  {failure.hint}".rstrip())
 
 
 def _end_late(code: int) -> None:

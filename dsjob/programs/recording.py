@@ -9,7 +9,6 @@ from __future__ import annotations
 import atexit
 import json
 import os
-import sys
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager, suppress
 from functools import cache
@@ -28,6 +27,7 @@ from dsjob.files import append_bytes
 from dsjob.programs import guard, origins
 from dsjob.ranks.watchdog import position
 from dsjob.run_folder import METRICS_NAME, Claim, drop_non_finite
+from dsjob.terminal import print_error
 
 CONFIG_NAME = "deepspeed"  # .json; deepspeed-2.json for the second engine of a program
 _MOST_UNREAD = 10  # steps whose values may stay on the device; also what `steps_per_print` is by default
@@ -87,7 +87,7 @@ class Recorder:
             with self._claim.writing():
                 append_bytes(os.path.join(self._run_dir, METRICS_NAME), "".join(lines).encode())
         except (StorageError, FencedError) as error:  # the disk is full, for example: the program itself can go on
-            print(f"dsjob exec: no more metrics are recorded: {error.message}", file=sys.stderr)  # noqa: T201
+            print_error(f"dsjob exec: no more metrics are recorded: {error.message}")
             self._run_dir = ""
 
 

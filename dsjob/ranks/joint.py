@@ -6,7 +6,6 @@ unrelated data. So the ranks first meet at a key of their store.
 
 from __future__ import annotations
 
-import os
 import time
 from collections import Counter
 from itertools import count
@@ -15,6 +14,7 @@ from dsjob.errors import UsageError
 from dsjob.ranks import patience, watchdog
 from dsjob.ranks.mesh import World
 from dsjob.ranks.watchdog import ENDED, read_beat
+from dsjob.terminal import write_now
 from dsjob.torch_private import get_store
 
 _made = count()
@@ -67,7 +67,7 @@ def _meet(world: World, key: str, what: str, hint: str) -> None:
             raise UsageError(f"not all ranks call {what}: {others} {does}", hint=hint)
         if not noted and now - began > patience.TO_SAY:
             noted = True
-            os.write(2, f"dsjob: rank {world.everyone.rank} waits for the other ranks in {what}: {hint}\n".encode())
+            write_now(f"dsjob: rank {world.everyone.rank} waits for the other ranks in {what}: {hint}")
         time.sleep(pause)
         # Short at first, since ranks usually arrive together; then longer, to spare the store.
         pause = min(0.2 * (1 + world.data_size / 100), 1.5 * pause)

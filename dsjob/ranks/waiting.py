@@ -5,7 +5,6 @@ In a collective, the waiting ranks would run into its timeout. So they poll a ke
 
 from __future__ import annotations
 
-import os
 import time
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
@@ -19,6 +18,7 @@ from dsjob.ranks import patience
 from dsjob.ranks.mesh import World
 from dsjob.ranks.stalls import Beat
 from dsjob.ranks.watchdog import position
+from dsjob.terminal import write_now
 from dsjob.torch_private import get_store
 
 _made: WeakKeyDictionary[dist.ProcessGroup, count[int]] = WeakKeyDictionary()
@@ -59,7 +59,7 @@ def _wait(world: World, key: str, what: str) -> None:
             said = now
             those = f"rank {missing[0]}" + (f" and {len(missing) - 1} more" if missing[1:] else "")
             text = f"dsjob: rank {rank} has waited {now - began:.0f} s for {those}, still preparing {what}"
-            os.write(2, f"{text}{signs.describe(missing[0])}\n".encode())
+            write_now(f"{text}{signs.describe(missing[0])}")
         time.sleep(pause)
         # Short at first, since ranks usually arrive together; then longer, to spare the store.
         pause = min(0.2 * (1 + len(ranks) / 100), 1.5 * pause)

@@ -37,6 +37,7 @@ from dsjob.ranks.stalls import (
     read_posted,
     read_stages,
 )
+from dsjob.terminal import write_now
 from dsjob.torch_private import count_collectives, list_process_groups
 
 OBSERVERS = 4  # only the first ranks search for a late one, since reading all beats takes a message per rank
@@ -272,7 +273,7 @@ class Watchdog:
         """Prints which rank is late, before NCCL aborts the process without running any more Python code."""
         found = explain_stall(self._board) if isinstance(self._board, StoreBoard) else ""
         if found and not found.startswith(f"rank {self._rank} "):
-            os.write(2, f"dsjob: rank {self._rank} is waiting: {found}\n".encode())
+            write_now(f"dsjob: rank {self._rank} is waiting: {found}")
             self.told = "\n" in found
 
     def _leave(self, why: str, *, lost: bool = False) -> None:
@@ -294,7 +295,7 @@ class Watchdog:
         # A background save that has not been committed would be lost with this process.
         position.settle(patience.TO_SETTLE)
         if isinstance(self._board, StoreBoard):
-            os.write(2, f"dsjob: rank {self._rank} ends because {why}\n".encode())
+            write_now(f"dsjob: rank {self._rank} ends because {why}")
         # Not sys.exit: the main thread may hang in C, where no Python exception reaches it.
         _exit(LostRankError.exit_code)
 

@@ -21,6 +21,7 @@ from typing import Any
 from dsjob.errors import StorageError
 from dsjob.ranks import patience
 from dsjob.ranks.watchdog import position
+from dsjob.terminal import write_now
 
 _POLL = 0.1  # seconds
 _SIZE, _SHOWN = 4096, 256  # bytes of a sign of life, and characters of what it says; JSON writes one as up to 12 bytes
@@ -126,4 +127,4 @@ def _name_self() -> str:
 
 
 def _say(text: str) -> None:
-    os.write(2, f"dsjob: {text}\n".encode())
+    write_now(f"dsjob: {text}")

@@ -8,12 +8,13 @@ from collections.abc import Mapping
 from typing import Any
 
 from dsjob.contract.lengths import Length
+from dsjob.terminal import quote_word
 
 
 def train_longer(
     max_steps: int | None, max_epochs: float | None, max_length: Length | None, *, step: int, epochs: float | None
 ) -> str:
-    """The overrides that make a run train beyond `step`, whichever of the limits it reached.
+    """The overrides that make a run train beyond `step`, whichever of the limits it reached, for a shell.
 
     epochs: the passes over the data up to `step`, possibly more than `max_epochs`; None for a stream.
     """
@@ -23,17 +24,18 @@ def train_longer(
         longer.append(f"trainer.max_epochs={doubled if doubled > (epochs or 0) else 2 * math.ceil(epochs or 0):g}")
     if max_length is not None:
         done = {"steps": step, "epochs": epochs or 0}.get(max_length.unit, 0)
-        longer.append(f"trainer.max_length={max_length.double(done)}")
+        longer.append(quote_word(f"trainer.max_length={max_length.double(done)}"))
     return " ".join(longer)
 
 
 def wait_longer(callbacks: Mapping[str, Any], stopped: str) -> str:
-    """The override without which a run would stop early again, for the same reason `stopped`; empty if none is
-    needed."""
+    """The override without which a run would stop early again, for the same reason `stopped`, for a shell; empty if
+    none is needed."""
     for name, callback in callbacks.items():
         metric, patience = callback.get("metric", "eval/loss"), callback.get("patience")
         if callback["_target_"] == "dsjob.callbacks.EarlyStopping" and stopped.startswith(f"{metric} "):
-            return f"+callbacks.{name}.patience=6" if patience is None else f"callbacks.{name}.patience={2 * patience}"
+            more = f"+callbacks.{name}.patience=6" if patience is None else f"callbacks.{name}.patience={2 * patience}"
+            return quote_word(more)
     return ""
 
 

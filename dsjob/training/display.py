@@ -2,7 +2,7 @@
 
 With `--json`, each line is a JSON object. With `--quiet`, only problems are shown, on standard error.
 
-Of the training room, only this module uses rich.
+Of the training room, only this module uses rich (`dsjob.console`).
 """
 
 from __future__ import annotations
@@ -13,15 +13,13 @@ import sys
 from collections.abc import Mapping, Sequence
 from typing import Any
 
-from rich import box
-from rich.console import Console
 from rich.progress import BarColumn, MofNCompleteColumn, Progress, ProgressColumn, TaskID, TextColumn
-from rich.table import Table
-from rich.text import Text
 
 from dsjob.callbacks.callback import Callback, RunView
+from dsjob.console import Console, Table
 from dsjob.planning.plot import spark
 from dsjob.run_folder import drop_non_finite
+from dsjob.terminal import print_error, print_lines
 from dsjob.training.form import read_form
 
 _PROBLEMS = ("damaged", "idle", "not saved", "skipped", "unsaved")  # titles of what --quiet shows
@@ -36,7 +34,7 @@ def make_console() -> Console:
     A notebook is treated as no terminal, although it sets FORCE_COLOR: rich's progress bars there need ipywidgets.
     """
     shown = sys.stdout.isatty()
-    return Console(highlight=False, force_jupyter=False, force_terminal=shown, width=None if shown else 10_000)
+    return Console(force_jupyter=False, force_terminal=shown, width=None if shown else 10_000)
 
 
 def make_display(*, shown: bool) -> Display:
@@ -59,7 +57,7 @@ class Display(Callback):
         """Prints a compact table with two columns."""
         if not self._shown:
             return
-        table = Table(title=title, box=box.SIMPLE_HEAD, show_header=False, title_justify="left", pad_edge=False)
+        table = Table(title, show_header=False, pad_edge=False)
         table.add_column(style="bold", no_wrap=True)
         table.add_column(overflow="fold")
         for name, value in rows:
@@ -70,13 +68,12 @@ class Display(Callback):
             self.console.print(title)
             width = max(10, *(len(name) for name, _ in rows))
             for name, value in rows:
-                self.console.print(f"  {name:<{width}} {value}", markup=False)
+                self.console.print(f"  {name:<{width}} {value}")
 
     def say(self, title: str, text: str) -> None:
         """Prints `text` after `title`, or below it if it has several lines."""
         if self._shown:
-            separator = "\n" if "\n" in text else "  "
-            self.console.print(Text.assemble((title, "bold"), separator, text), soft_wrap=True)
+            self.console.say(title, text)
 
     def on_start(self, run: RunView) -> None:
         if not (self._shown and self.console.is_terminal):
@@ -91,7 +88,7 @@ class Display(Callback):
         total = run.expected_steps
         width, about = len(str(total)), "" if total == run.max_steps else "~"
         line = f"step {run.step:>{width}}/{about}{total} {100 * run.step // total:>3}%  {describe_record(record)}"
-        self.console.print(line, highlight=False, soft_wrap=self._bar is None)
+        self.console.print(line, soft_wrap=self._bar is None)
         if self._bar is not None:
             if len(self._losses) == _MOST_LOSSES:
                 del self._losses[::2]  # a curve of the whole run in bounded memory
@@ -134,7 +131,7 @@ class QuietDisplay(Display):
 
     def say(self, title: str, text: str) -> None:
         if self._tells and title in _PROBLEMS:
-            print(f"dsjob: {title}: {text}", file=sys.stderr, flush=True)  # noqa: T201
+            print_error(f"dsjob: {title}: {text}")
 
 
 class JsonDisplay(Display):
@@ -159,7 +156,7 @@ class JsonDisplay(Display):
         self._print("save", {"step": run.step, "url": url})
 
     def _print(self, event: str, values: Mapping[str, Any]) -> None:
-        print(json.dumps({"event": event, **drop_non_finite(values)}), flush=True)  # noqa: T201
+        print_lines(json.dumps({"event": event, **drop_non_finite(values)}))
 
 
 # The keys of dsjob's own values in log records. A user's step may add others.

@@ -4,9 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 import os
-import shlex
 import time
-import traceback
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager, suppress
 from typing import Any
@@ -29,6 +27,7 @@ from dsjob.ranks.mesh import World
 from dsjob.ranks.seeding import seed_rng
 from dsjob.ranks.waiting import waiting_for_all
 from dsjob.run_folder import LOGS_NAME, SAVE_REQUEST, STOP_REQUEST, TRACEBACK_PREFIX, read_result, write_result
+from dsjob.terminal import format_traceback, quote_path, quote_word
 from dsjob.torch_private.compile_cache import use_private_cache
 from dsjob.training import build, loop
 from dsjob.training.advice import note_few_samples, train_longer
@@ -119,10 +118,11 @@ def _keeping_traceback(run: Run, run_dir: str) -> Iterator[None]:
         if run.step and needs_traceback(error):
             rank = run.engine.global_rank
             file = os.path.join(run_dir, LOGS_NAME, f"{TRACEBACK_PREFIX}{rank:05d}.txt")
-            where = f"{time.strftime('%Y-%m-%d %H:%M:%S')}, rank {rank}, after step {run.step}\n"
+            where = f"{time.strftime('%Y-%m-%d %H:%M:%S')}, rank {rank}, after step {run.step}"
+            text = "".join(f"{line}\n" for line in (where, *format_traceback(error)))
             with suppress(DsjobError, OSError):  # a full disk must not hide the error
                 os.makedirs(os.path.dirname(file), exist_ok=True)
-                storage.write_bytes(file, mask(where + "".join(traceback.format_exception(error))).encode())
+                storage.write_bytes(file, mask(text).encode())
                 point_to_traceback(error, file)
         raise
 
@@ -245,7 +245,7 @@ def _say_finished(run: Run, tasks: Tasks, run_dir: str, display: Display, given:
     undone = "nothing was trained" if run.progress.last_evaluation or more else "nothing was trained or evaluated"
     # The folder keeps the job that was trained, so changes of the data have to be given again.
     words = [word for word in given.get("overrides", ()) if word.lstrip("+~").startswith(_EVALUATED)]
-    evaluation = " ".join(["dsjob eval", run_dir, *map(shlex.quote, words)])
+    evaluation = " ".join(["dsjob eval", quote_path(run_dir), *map(quote_word, words)])
     again = f"; to evaluate it, run {evaluation}" if run.evaluator is not None and not more else ""
     new = "to train with other settings, set a new output.dir"
     display.say("already finished", f"{done}: {undone}; to train longer, set {longer}{again}; {new}")

@@ -32,13 +32,14 @@ from dsjob.ranks.agreement import all_gather
 from dsjob.ranks.mesh import World
 from dsjob.ranks.watchdog import position, wait_until_stuck
 from dsjob.run_folder import STOP_REQUEST
+from dsjob.terminal import write_now
 from dsjob.training.requests import Requests
 from dsjob.trust.frames import find_place
 
 _SECONDS = 0.5  # between two agreements, with several ranks
 _MOST_STEPS = 1000
 _LONGEST_PAUSE = 300.0  # seconds between tries of a requested save that keeps failing
-_INTERRUPTED = b"\ndsjob: Ctrl-C: saving after the current step; press it again to stop at once\n"
+_INTERRUPTED = "\ndsjob: Ctrl-C: saving after the current step; press it again to stop at once"
 
 
 @dataclass(frozen=True)
@@ -123,7 +124,7 @@ class Occasions:
         if number != signal.SIGINT:
             return
         if self._world.everyone.rank == 0:
-            os.write(2, _INTERRUPTED)
+            write_now(_INTERRUPTED, indented=False)
         if self._world.everyone.size > 1:  # Python cannot run handlers while a rank waits in a collective
             signal.signal(signal.SIGINT, signal.SIG_DFL)
 
@@ -136,8 +137,8 @@ class Occasions:
         os.kill(os.getpid(), signal.SIGTERM)  # raises Interrupted in the main thread, which cleans up without saving
         if self._over.wait(patience.TO_ANSWER) or position.doing == "ending":
             return
-        os.write(2, f"dsjob: stopped by SIGTERM, then no progress for {self._grace:g} s: {self._stuck}\n".encode())
-        os.write(2, b"dsjob: nothing newer was saved\n")
+        write_now(f"dsjob: stopped by SIGTERM, then no progress for {self._grace:g} s: {self._stuck}")
+        write_now("dsjob: nothing newer was saved")
         _exit(128 + signal.SIGTERM)
 
     def note_save(self, *, behind: bool = False) -> None:

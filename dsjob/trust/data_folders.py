@@ -17,6 +17,7 @@ from dsjob.contract.paths import Path
 from dsjob.contract.secrets import list_texts
 from dsjob.errors import DocumentError, Problem
 from dsjob.files import is_plain
+from dsjob.terminal import quote_word
 from dsjob.trust.literals import check_options
 
 _CARDS = ("README.md", ".huggingface.yaml")
@@ -84,7 +85,7 @@ def _check_cards(target: str, folder: str, protocols: frozenset[str]) -> Iterato
             values = documents.parse(text, card, format="yaml").value if text.strip() else {}
         except DocumentError as error:
             message = f"cannot check {card}: {error.problems[0].message}"
-            yield Problem(message, (), "data-card", f"correct it, or run with --trust {target}")
+            yield Problem(message, (), "data-card", f"correct it, or run with --trust {quote_word(target)}")
             continue
         root: Path = ()
         named = {"_target_": target, "path": folder, "card": values}

@@ -10,6 +10,7 @@ from contextlib import contextmanager
 from typing import NoReturn
 
 from dsjob.errors import ExitError
+from dsjob.terminal import write_now
 from dsjob.trust.frames import describe_failure
 
 
@@ -36,7 +37,7 @@ def refuse_exits() -> Iterator[None]:
             os._exit(status)
         if threading.get_ident() == thread:
             raise _Exit(status)
-        os.write(2, f"dsjob: error: a thread called os._exit({status}) before the last step\n".encode())
+        write_now(f"dsjob: error: a thread called os._exit({status}) before the last step")
         leave(status or 1)
 
     refuse.refuses = True  # type: ignore[attr-defined]

@@ -31,6 +31,7 @@ from dsjob.contract.locations import GRANT, GRANT_FOLDER, check_folders, check_k
 from dsjob.contract.paths import Path
 from dsjob.contract.secrets import check_references
 from dsjob.errors import Problem, UsageError
+from dsjob.terminal import quote_word
 from dsjob.trust.hub import check_arguments, name_tokenizer
 from dsjob.trust.listed import LISTED, is_listed, matches
 from dsjob.trust.literals import LOADERS, check_literals, check_options, is_reader
@@ -369,4 +370,4 @@ def hint(target: str, trust: Trust) -> str:
         if any(why.startswith(SHARED) for _, why in trust.rejected):
             return "move the job to a folder that only you can write to"
         return "if you know what is in it, run dsjob in that folder, or copy the folder and run the copy"
-    return f"if you know what it does, run with --trust {target}"
+    return f"if you know what it does, run with --trust {quote_word(target)}"

@@ -17,6 +17,7 @@ from typing import Any
 from dsjob.contract.paths import Path
 from dsjob.contract.shown import shorten
 from dsjob.errors import Problem
+from dsjob.terminal import quote_word
 
 _READERS = re.compile(
     r"dsjob\.text\.Text|datasets\.(load_\w+|Dataset\.from_\w+)|transformers\.(?!\w*DataCollator|default_data_collator|get_\w+|Adafactor)\w.*"
@@ -58,7 +59,9 @@ def check_literals(value: Mapping[str, Any], path: Path) -> Iterator[Problem]:
 
 
 def _hint(target: str) -> str:
-    return f"write a function in your own module that calls both and use it here, or run with --trust {target}"
+    return (
+        f"write a function in your own module that calls both and use it here, or run with --trust {quote_word(target)}"
+    )
 
 
 def _find_targets(value: Any, path: Path = ()) -> Iterator[tuple[Path, str]]:
@@ -92,7 +95,9 @@ def check_options(value: Mapping[str, Any], path: Path) -> Iterator[Problem]:
         key = place[-1]
         if key in _OPTIONS and item is not None:
             message = f"{key} can change where requests go and what they contain"
-            yield Problem(message, (*path, *place), "request-option", f"leave it out, or run with --trust {target}")
+            yield Problem(
+                message, (*path, *place), "request-option", f"leave it out, or run with --trust {quote_word(target)}"
+            )
         elif isinstance(item, str) and key != "_target_":
             paths = [os.path.join(base, local) for base in bases] if (local := _strip(item)) else []
             if any(_names_kernel(one) or (place[0] in _FOLDERS and _resolve(one) == "/") for one in paths):

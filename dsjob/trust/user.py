@@ -18,6 +18,7 @@ from dsjob.document.origins import PROGRAM, Composed
 from dsjob.document.places import place_problems
 from dsjob.errors import Problem, UsageError
 from dsjob.run_folder import RESOLVED_NAME
+from dsjob.terminal import quote_path
 from dsjob.trust.grant import SHARED, Trust, check_document
 
 _IMPORTABLE = tuple(importlib.machinery.all_suffixes())
@@ -177,9 +178,11 @@ def read_config(path: str) -> Granted:
     with file:
         for place, found in ((path, os.fstat(file.fileno())), (os.path.dirname(path), os.stat(os.path.dirname(path)))):
             if found.st_uid != os.geteuid():
-                raise UsageError(f"{place} belongs to another user, so dsjob does not read it", hint=f"rm {path}")
+                raise UsageError(
+                    f"{place} belongs to another user, so dsjob does not read it", hint=f"rm {quote_path(path)}"
+                )
             if found.st_mode & (stat.S_IWGRP | stat.S_IWOTH):
-                raise UsageError(f"{place} is writable by others", hint=f"chmod go-w {place}")
+                raise UsageError(f"{place} is writable by others", hint=f"chmod go-w {quote_path(place)}")
         try:
             text = file.read().decode()
         except UnicodeDecodeError as error:

@@ -9,6 +9,7 @@ from typing import Any
 
 from dsjob.contract.paths import Path
 from dsjob.errors import Problem
+from dsjob.terminal import quote_word
 
 _TORCHVISION, _TIMM = re.compile(r"torchvision\.models\..+"), re.compile(r"timm\..*create_model")
 _LOADING = re.compile(r"(weights|pretrained|checkpoint)(_\w+)?")
@@ -23,7 +24,7 @@ def check_weights(value: Mapping[str, Any], path: Path, found: Any = None) -> It
     timm = any(map(_TIMM.fullmatch, names))
     if not timm and not any(map(_TORCHVISION.fullmatch, names)):
         return
-    hint = f"leave it out, or, if you trust the weights, run with --trust {target}"
+    hint = f"leave it out, or, if you trust the weights, run with --trust {quote_word(target)}"
     for key, item in value.items():
         if _LOADING.fullmatch(str(key)) and item not in (None, False):
             yield Problem("downloads or unpickles weights, which can run code", (*path, key), "remote-code", hint)

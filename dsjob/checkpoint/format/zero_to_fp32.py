@@ -31,7 +31,7 @@ import zipfile
 from array import array
 from collections.abc import Callable, Iterable, Iterator
 from concurrent.futures import ThreadPoolExecutor
-from typing import Any, NamedTuple, TypeVar, Union
+from typing import Any, NamedTuple, TextIO, TypeVar, Union
 
 Bytes = Union[bytes, memoryview]  # noqa: UP007 (it is evaluated, also by Python 3.8)
 T = TypeVar("T")
@@ -924,24 +924,27 @@ def read_best(place: Folder) -> str:
         raise NothingThere(f"{place.root} has no file `best`", hint) from None
 
 
+def say(text: str, file: TextIO | None = None) -> None:
+    """Prints a line, with escapes in place of characters that a terminal would obey: names can come from anyone."""
+    print("".join(c if c.isprintable() else ascii(c)[1:-1] for c in text), file=file)
+
+
 def report(checkpoint: Checkpoint, written: list[Written]) -> None:
     parameters = sum(math.prod(t.shape) for t in checkpoint.tensors.values() if t.role in ROLES[:2])
     entries = weights(checkpoint)
-    print(f"{checkpoint.tag}, step {checkpoint.step}: {len(entries)} tensors, {parameters:,} parameters, fp32")
+    say(f"{checkpoint.tag}, step {checkpoint.step}: {len(entries)} tensors, {parameters:,} parameters, fp32")
     unchecked = sum(not all(chunk.sha256 for chunk in checkpoint.tensors[entry].chunks) for entry in entries.values())
     if unchecked:
-        print(f"{unchecked} tensors could not be verified: they were saved without sha256")
+        say(f"{unchecked} tensors could not be verified: they were saved without sha256")
     for path, size, digest, count in written:
-        print(f"{path}  {size:,} bytes  {count} tensors  sha256 {digest}")
+        say(f"{path}  {size:,} bytes  {count} tensors  sha256 {digest}")
     files = [path for path, _, _, count in written if count]
     torch = files[0].endswith(TORCH)
-    print(
-        "load with: from glob import glob; " + ("import torch" if torch else "from safetensors.torch import load_file")
-    )
+    say("load with: from glob import glob; " + ("import torch" if torch else "from safetensors.torch import load_file"))
     load = "torch.load({}, weights_only=True)" if torch else "load_file({})"
     shards = re.sub(r"\d{5}-of-\d{5}", "*", files[0])
     state = f"{{k: v for file in glob({shards!r}) for k, v in {load.format('file')}.items()}}"
-    print(f"           model.load_state_dict({state if files[1:] else load.format(repr(files[0]))})")
+    say(f"           model.load_state_dict({state if files[1:] else load.format(repr(files[0]))})")
 
 
 def main(arguments: list[str] | None = None) -> int:
@@ -989,7 +992,8 @@ def main(arguments: list[str] | None = None) -> int:
     except (Problem, OSError) as error:
         if given.debug:
             raise
-        print(f"zero_to_fp32: {error}", file=sys.stderr)
+        for line in f"zero_to_fp32: {error}".split("\n"):
+            say(line, sys.stderr)
         return error.exit_code if isinstance(error, Problem) else 1
     except KeyboardInterrupt:
         return 130

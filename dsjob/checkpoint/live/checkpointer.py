@@ -8,7 +8,6 @@ from __future__ import annotations
 
 import dataclasses
 import time
-import warnings
 from collections.abc import Mapping, Sequence
 from typing import Any
 
@@ -27,6 +26,7 @@ from dsjob.checkpoint.root.retention import Retention
 from dsjob.errors import CheckpointError, DsjobError
 from dsjob.ranks.agreement import all_gather, gather_on_rank_0, on_all_ranks, on_rank_0
 from dsjob.ranks.mesh import World
+from dsjob.terminal import warn
 
 
 class Checkpointer:
@@ -67,7 +67,7 @@ class Checkpointer:
 
         def begin() -> None:
             for note in self._root.claim():
-                warnings.warn(f"could not delete leftovers of older runs: {note}", stacklevel=2)
+                warn(f"could not delete leftovers of older runs: {note}", stacklevel=2)
 
         on_rank_0(self._everyone, begin)
 

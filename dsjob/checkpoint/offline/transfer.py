@@ -7,7 +7,6 @@ from __future__ import annotations
 
 import hashlib
 import os
-import warnings
 from collections.abc import Callable
 from dataclasses import dataclass
 
@@ -20,6 +19,7 @@ from dsjob.checkpoint.root.catalog import Catalog
 from dsjob.checkpoint.root.inventory import read_saved
 from dsjob.checkpoint.root.source import find_own_root, find_root, open_root, renamed
 from dsjob.errors import CheckpointError, NoCheckpointError, UsageError
+from dsjob.terminal import warn
 
 
 @dataclass(frozen=True)
@@ -118,7 +118,7 @@ def _copy_one(
         catalog.discard(tag, folder)
         raise
     for note in notes:
-        warnings.warn(f"{place} was copied, but: {note}", stacklevel=2)
+        warn(f"{place} was copied, but: {note}", stacklevel=2)
     return Copied(tag, place, size)
 
 

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import dataclasses
-import warnings
 from collections.abc import Mapping
 from typing import Any, NamedTuple
 
@@ -31,6 +30,7 @@ from dsjob.parallel.tensor.styles import Place, colwise, divide_rows, read_featu
 from dsjob.ranks.agreement import all_gather
 from dsjob.ranks.mesh import Ranks, World
 from dsjob.ranks.splits import Split, find_split
+from dsjob.terminal import warn
 
 _WHOLE = ("replicate", "partial")
 
@@ -107,7 +107,7 @@ def _choose(model: nn.Module, section: TensorParallel, world: World) -> dict[str
     guessed = guess(model)
     if any(all_gather(world.pipe, bool(guessed))):
         if world.everyone.rank == 0:
-            warnings.warn(_describe_guess(model, guessed), ConfigWarning, stacklevel=2)
+            warn(_describe_guess(model, guessed), ConfigWarning, stacklevel=2)
         return guessed
     raise refuse_without_plan(model, world.tensor.size)
 

@@ -6,7 +6,6 @@ count as 0. A multiply-accumulate operation (MAC) is two operations.
 
 from __future__ import annotations
 
-import sys
 import time
 from collections.abc import Collection, Mapping, Sequence
 from pathlib import Path
@@ -18,6 +17,7 @@ from torch.utils.flop_counter import FlopCounterMode
 
 from dsjob.deepspeed.absent import explain_names as _explain_names
 from dsjob.errors import UsageError
+from dsjob.terminal import make_printable, print_block, print_lines
 
 _UNITS = {"T": 1e12, "G": 1e9, "M": 1e6, "K": 1e3, "": 1.0, "m": 1e-3, "u": 1e-6}
 
@@ -165,12 +165,11 @@ class FlopsProfiler:
             Path(output_file).parent.mkdir(parents=True, exist_ok=True)
             Path(output_file).write_text(text)
         else:
-            sys.stdout.write(text)
-            sys.stdout.flush()
+            print_block(text)
 
     def print_model_aggregated_profile(self, module_depth: int = -1, top_modules: int = 1) -> None:
         """Prints the classes with the most parameters, operations and latency at a depth."""
-        sys.stdout.write("\n".join(self._describe_top(module_depth, top_modules)) + "\n")
+        print_lines(*self._describe_top(module_depth, top_modules))
 
     def _list_rows(self) -> list[_Row]:
         rows = []
@@ -178,7 +177,8 @@ class FlopsProfiler:
             size = sum(parameter.numel() for parameter in module.parameters())
             depth = name.count(".") + 1 if name else 0
             used = self._counts.get(name, 0), self._seconds.get(name, 0.0)
-            rows.append(_Row(name or "(model)", type(module).__name__, depth, size, *used))
+            shown = make_printable(name) or "(model)"
+            rows.append(_Row(shown, make_printable(type(module).__name__), depth, size, *used))
         return rows
 
     def _describe_top(self, module_depth: int, top_modules: int) -> list[str]:
