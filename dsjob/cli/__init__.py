@@ -200,9 +200,11 @@ def _require_runnable(first: str) -> None:
     hint = f"did you mean the recipe {recipe}? dsjob +recipe={recipe}" if recipe else meant
     hint = hint or "dsjob --help lists the commands"
     if first.endswith((".py", ".sh")):
-        name = quote_path(first)
-        run = f"run it unmodified: dsjob exec {'--no_python ' * first.endswith('.sh')}{name} ..."
-        hint = f"a job is a document, not a program; {run}; or convert its arguments: dsjob import -- python {name} ..."
+        quoted = quote_path(first)
+        run = f"run it unmodified: dsjob exec {'--no_python ' * first.endswith('.sh')}{quoted} ..."
+        hint = (
+            f"a job is a document, not a program; {run}; or convert its arguments: dsjob import -- python {quoted} ..."
+        )
     raise UsageError(f"unknown command or file {first!r}", hint=hint)
 
 

@@ -31,6 +31,7 @@ from dsjob.errors import (
 )
 from dsjob.files import temporary_folder
 from dsjob.front.execute import check_runnable, run_composed
+from dsjob.front.source import quote
 from dsjob.launch import launcher
 from dsjob.run_folder import RESULT_NAME, make_run_dir, read_result, write_result
 from dsjob.terminal import print_error, print_lines, print_text, print_traceback
@@ -72,12 +73,12 @@ def main(overrides: list[str], file: Document | None, config_dir: str | None, de
     if not launcher.is_first():
         overrides = [override for override in overrides if not override.startswith("hydra.sweep.dir=")]
         with temporary_folder() as aside:
-            chosen.append(f"hydra.sweep.dir='{aside}'")
+            chosen.append(f"hydra.sweep.dir={quote(aside)}")
             composition.multirun(run_one, [*overrides, *chosen], file=file, config_dir=config_dir)
         return 0
     folder = _choose_folder(overrides, first.document)
     if folder is not None:
-        chosen.append(f"hydra.sweep.dir='{folder}'")
+        chosen.append(f"hydra.sweep.dir={quote(folder)}")
     try:
         composition.multirun(run_one, [*overrides, *chosen], file=file, config_dir=config_dir)
     except UsageError:  # also raised when Optuna completed no trial, in which case failed runs are still shown

@@ -992,8 +992,10 @@ def main(arguments: list[str] | None = None) -> int:
     except (Problem, OSError) as error:
         if given.debug:
             raise
-        for line in f"zero_to_fp32: {error}".split("\n"):
-            say(line, sys.stderr)
+        first, *rest = f"zero_to_fp32: {error}".split("\n")
+        say(first, sys.stderr)
+        for line in rest:
+            say(f"  {line.lstrip()}", sys.stderr)
         return error.exit_code if isinstance(error, Problem) else 1
     except KeyboardInterrupt:
         return 130
