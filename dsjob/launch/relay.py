@@ -7,8 +7,9 @@ import codecs
 import os
 import sys
 from collections.abc import Callable
-from contextlib import ExitStack
-from typing import TextIO
+from contextlib import ExitStack, suppress
+from io import BufferedWriter
+from typing import TextIO, cast
 
 from dsjob.contract import masking
 from dsjob.contract.output_filter import Mask, to_bytes
@@ -40,14 +41,14 @@ class Relay:
     def open_log(self, path: str) -> int:
         """A pipe whose content is added to a file, masked."""
         mask = Mask(map(to_bytes, masking.list_spellings()))
-        file = self._ends.enter_context(open_append(path))
+        file = self._ends.enter_context(cast("BufferedWriter", open_append(path)).detach())  # unbuffered
 
-        def write(data: bytes) -> None:
-            file.write(mask.add(data.decode("latin-1")).encode("latin-1"))
-            file.flush()
+        def add(text: str) -> None:
+            with suppress(OSError):  # a full disk does not end the run
+                file.write(text.encode("latin-1"))
 
-        self._ends.callback(lambda: file.write(mask.end().encode("latin-1")))
-        return self._open(write)
+        self._ends.callback(lambda: add(mask.end()))
+        return self._open(lambda data: add(mask.add(data.decode("latin-1"))))
 
     def _open(self, write: Callable[[bytes], None]) -> int:
         source, end = os.pipe()

@@ -184,7 +184,8 @@ def test_a_warm_start_takes_what_matches_and_tells_the_rest(
 def test_an_older_run_finds_itself_fenced_at_its_next_save(tmp_path: Path, hooks: list[Any]) -> None:
     def begin_another() -> None:
         hooks.clear()
-        train(tmp_path, trainer={"max_steps": 5}, checkpoint={"every": 2})
+        # In a folder of its own; two runs in one folder are told before they save.
+        train(tmp_path / "newer", trainer={"max_steps": 5}, checkpoint={"every": 2, "dir": f"{tmp_path}/checkpoints"})
 
     hooks.append(at_step(3, begin_another))
     with pytest.raises(FencedError, match=r"a newer run of this job has started in .* \(attempt 2\)"):

@@ -37,7 +37,8 @@ telling.build()
 
 
 @pytest.fixture
-def folder(tmp_path: Path) -> Path:
+def folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+    monkeypatch.delenv("TORCHINDUCTOR_CACHE_DIR", raising=False)  # which an engine in another test may have set
     make_job(tmp_path, trainer={"train_batch": 8, "max_steps": 2}, model={"_target_": "telling.build"})
     (tmp_path / "telling.py").write_text(TELL)
     (tmp_path / "tmp").mkdir()

@@ -190,7 +190,14 @@ def test_on_a_terminal_a_bar_moves_as_before(folder: Path, nproc: int) -> None:
     import termios
 
     fcntl.ioctl(end, termios.TIOCSWINSZ, struct.pack("HHHH", 24, 91, 0, 0))
-    words = ["cfg.json", f"launch.nproc={nproc}", "data.num_workers=0", "data.eval=null", "++data.train.pause=0.02"]
+    # The bar must not come between two parts of a value: they would not be recognised.
+    words = [
+        "cfg.json",
+        f"launch.nproc={nproc}",
+        "data.num_workers=0",
+        "++data.train.token=null",
+        "++data.train.pause=0.02",
+    ]
     process = subprocess.Popen(
         [sys.executable, "-m", "dsjob", *words],
         cwd=folder,
