@@ -167,17 +167,17 @@ def test_a_suspended_run_does_not_hold_up_a_newer_one(tmp_path: Path, monkeypatc
 
 @pytest.mark.parametrize("content", [b"", b"x", b"-1", b"\xff" * 99])
 def test_a_damaged_count_of_starts_is_no_obstacle(tmp_path: Path, content: bytes) -> None:
-    (tmp_path / "starts").write_bytes(content)
+    (tmp_path / ".starts").write_bytes(content)
     claim = Claim(str(tmp_path))
     with claim.writing():
         pass
-    (tmp_path / "starts").unlink()  # by somebody who tidies up
+    (tmp_path / ".starts").unlink()  # by somebody who tidies up
     with claim.writing():
         pass
 
 
 def test_starts_are_not_counted_through_a_link(tmp_path: Path) -> None:
-    (tmp_path / "starts").symlink_to(tmp_path / "elsewhere")
+    (tmp_path / ".starts").symlink_to(tmp_path / "elsewhere")
     with pytest.raises(StorageError, match="is a symbolic link"):
         Claim(str(tmp_path))
     assert not (tmp_path / "elsewhere").exists()
