@@ -167,11 +167,11 @@ def _print_next(result: dict[str, Any], composed: Composed, config_dir: str | No
     base = quote_word(f"+recipe={composed.recipes[0]}") if composed.recipes else again
     if composed.recipes and config_dir is not None:  # where the recipe may lie
         base = f"--config-dir {quote_path(config_dir)} {base}"
-    best = "" if result.get("best_step") is None else "--best "
+    flag = "" if result.get("best_step") is None else "--best "
     folder, saved = quote_path(run_dir), quote_path(result["checkpoint"].rpartition("/")[0])
     lines = (
         ("continue", " ".join(filter(None, ["dsjob run", folder, longer, *_find_unused(composed, run_dir)]))),
-        ("convert", f"dsjob convert {best}--to {form} {saved} {quote_path(f'{run_dir}/{out}')}"),
+        ("convert", f"dsjob convert {flag}--to {form} {saved} {quote_path(f'{run_dir}/{out}')}"),
         ("repeat", f"dsjob run {again}"),
         ("sweep", f"dsjob -m {base} {quote_word(_sweep(composed))}"),
     )
