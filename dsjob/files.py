@@ -15,7 +15,7 @@ import stat
 import sys
 import tempfile
 import uuid
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager, suppress
 from typing import BinaryIO
 
@@ -85,6 +85,31 @@ def open_update(path: str) -> BinaryIO:
         if error.errno in (errno.ELOOP, errno.ENXIO):  # a link or pipe was placed there after the check
             raise _explain_foreign(path) from error
         raise StorageError(f"cannot write {path}: {error.strerror}") from error
+
+
+def open_judged(path: str, name: str, require: Callable[[str], None]) -> BinaryIO:
+    """Opens a regular file to read. `require` gets the real path of what was opened, and raises an error if that may
+    not be read: links may have changed in the meantime. Raises StorageError for pipes and devices, which `name` names,
+    and the errors of `open`."""
+    if not is_plain(path):
+        raise StorageError(f"cannot read {name}: not a regular file", hint="give the path of a file")
+    handle = os.open(path, os.O_RDONLY | os.O_NONBLOCK)
+    try:
+        require(_find_real_path(handle, path))
+        return open(handle, "rb")  # raises IsADirectoryError
+    except BaseException:
+        os.close(handle)
+        raise
+
+
+def _find_real_path(handle: int, path: str) -> str:
+    opened = f"/proc/self/fd/{handle}"
+    if os.path.lexists(opened):  # on Linux
+        return os.readlink(opened)
+    real = os.path.realpath(path)
+    if not os.path.samestat(os.stat(real), os.fstat(handle)):
+        raise StorageError(f"cannot read {path}: it was replaced while it was opened")
+    return real
 
 
 def open_read(path: str) -> BinaryIO:

@@ -17,6 +17,7 @@ from contextlib import contextmanager, suppress
 from typing import Any, BinaryIO
 
 from dsjob import storage
+from dsjob.contract.access import RESOLVED_NAME as RESOLVED_NAME
 from dsjob.contract.masking import mask_texts
 from dsjob.contract.paths import Path, get_at
 from dsjob.errors import DsjobError, FencedError, StorageError
@@ -31,7 +32,6 @@ from dsjob.files import (
     unlock,
 )
 
-RESOLVED_NAME = "resolved.json"
 PROGRAM_NAME = "program.json"  # instead of resolved.json, in the folder of a program under `dsjob exec`
 GIVEN_NAME = "job.jsonl"  # the job as it was given, for each start
 RESULT_NAME = "result.json"
@@ -167,11 +167,13 @@ def _read_number(file: BinaryIO) -> int:
 def write_resolved(run_dir: str, document: Mapping[str, Any]) -> None:
     """Writes resolved.json, and deletes an earlier run's result.json.
 
-    Raises StorageError if result.json is a folder, which is not deleted.
+    Raises StorageError if result.json is a folder, or not that of a run, which is not deleted.
     """
     result = os.path.join(run_dir, RESULT_NAME)
     if storage.is_local(result) and os.path.isdir(storage.local_path(result)):
         raise StorageError(f"cannot write {result}: it is a folder", hint="choose another output.dir")
+    if os.path.exists(result) and "status" not in read_json(result):
+        raise StorageError(f"cannot write {result}: no run has written this file", hint="choose another output.dir")
     storage.write_bytes(os.path.join(run_dir, RESOLVED_NAME), json.dumps(document, indent=2).encode() + b"\n")
     storage.delete(result, recursive=False)
 

@@ -18,7 +18,8 @@ from typing import Any, BinaryIO, NamedTuple, cast
 import fsspec
 
 from dsjob import files
-from dsjob.contract.locations import explain_url, shorten
+from dsjob.contract.access import explain_place
+from dsjob.contract.locations import shorten
 from dsjob.contract.secrets import describe_secret, redact
 from dsjob.errors import DsjobError, StorageError
 
@@ -64,9 +65,7 @@ def _open_file_system(url: str, *, write: bool = False) -> tuple[Any, str]:
     if secret := describe_secret(url):
         hint = "remove it: credentials come from the environment, or from the profile of the store's own tools"
         raise StorageError(f"cannot open {redact(url)}: {secret}", hint=hint)
-    _, refusal, hint = explain_url(url, write=write)
-    if refusal:
-        raise StorageError(f"cannot open {shorten(url)}: {refusal}", hint=hint)
+    _require_open(url, url, write=write)
     # Cached listings of object stores would miss files that this process has just written.
     options = {} if is_local(url) or url.startswith("memory:") else {"use_listings_cache": False}
     try:
@@ -75,6 +74,13 @@ def _open_file_system(url: str, *, write: bool = False) -> tuple[Any, str]:
         return cast("tuple[Any, str]", fsspec.core.url_to_fs(url, **options))
     except (ImportError, ValueError) as error:  # an unknown protocol, a missing package, or an invalid path
         raise StorageError(redact(f"cannot open {url}: {error}")) from error
+
+
+def _require_open(url: str, place: str, *, write: bool = False) -> None:
+    """Raises StorageError if `place`, to which `url` leads, may not be opened."""
+    _, refusal, hint = explain_place(place, write=write)
+    if refusal:
+        raise StorageError(f"cannot open {shorten(url)}: {refusal}", hint=hint)
 
 
 def is_local(url: str) -> bool:
@@ -198,8 +204,12 @@ def make_folder(url: str) -> None:
 
 def read_bytes(url: str, start: int | None = None, end: int | None = None) -> bytes:
     """A file's bytes, or those from `start` to `end`. Raises StorageError for pipes and devices: they may never end."""
+    if is_local(url):
+        with open_read(url) as file:
+            file.seek(start or 0)
+            return file.read(-1 if end is None else end - (start or 0))
     with _renamed("read", url):
-        fs, path = _open_plain(url)
+        fs, path = _open_file_system(url)
         return bytes(fs.cat_file(path, start=start, end=end))
 
 
@@ -207,16 +217,10 @@ def read_bytes(url: str, start: int | None = None, end: int | None = None) -> by
 def open_read(url: str) -> Iterator[BinaryIO]:
     """Opens a file for reading. Raises StorageError, also for pipes and devices, and while the file is read."""
     with _renamed("read", url):
-        fs, path = _open_plain(url)
-        with fs.open(path, "rb") as file:
+        fs, path = _open_file_system(url)
+        require = lambda place: _require_open(url, place)  # noqa: E731
+        with files.open_judged(path, url, require) if is_local(url) else fs.open(path, "rb") as file:
             yield file
-
-
-def _open_plain(url: str) -> tuple[Any, str]:
-    fs, path = _open_file_system(url)
-    if is_local(url) and not files.is_plain(path):
-        raise StorageError(f"cannot read {url}: not a regular file", hint="give the path of a file")
-    return fs, path
 
 
 def read_text(url: str, limit: int | None = None) -> str:

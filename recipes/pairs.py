@@ -6,12 +6,14 @@ Handles the two formats only. `recipes/t5.py` makes tokens and batches of the te
 from __future__ import annotations
 
 import csv
+import io
 import json
 from collections.abc import Iterator, Mapping
 from itertools import islice
 from pathlib import Path
 from typing import TextIO
 
+from dsjob import storage
 from dsjob.errors import DataError
 from dsjob.recipes.text import VALIDATION_SHARE, check_split
 
@@ -37,7 +39,7 @@ def read_pairs(
     if not file.is_file():
         raise DataError(f"there is no file {path}")
     try:
-        with file.open(encoding="utf-8-sig", newline="") as lines:
+        with storage.open_read(path) as raw, io.TextIOWrapper(raw, encoding="utf-8-sig", newline="") as lines:
             pairs = enumerate(readers[file.suffix](lines, path, (source, target)), start=1)
             kept = (pair for number, pair in pairs if split in ("all", _split_of(number)))
             taken = list(islice(kept, max_samples))

@@ -17,8 +17,8 @@ import torch
 from torch import Tensor
 from torch.utils.data import Dataset
 
-from dsjob import Callback, RunView
-from dsjob.errors import DataError
+from dsjob import Callback, RunView, storage
+from dsjob.errors import DataError, StorageError
 
 SPLITS = ("train", "validation", "all")
 VALIDATION_SHARE = 10  # one in ten
@@ -38,7 +38,7 @@ class ByteText(Dataset[dict[str, Tensor]]):
         split: "train", "validation", or "all" (for text that has a split of its own).
         context: bytes in a window.
         max_bytes: at most this many bytes of the split.
-        path: a text file or a folder; None for Python's standard library.
+        path: a text file or a folder, without its hidden files; None for Python's standard library.
         pattern: which files of a folder to read.
 
     Raises:
@@ -93,13 +93,15 @@ def check_split(split: str) -> None:
 
 def list_files(root: Path, pattern: str, split: str, skipped: frozenset[str]) -> list[str]:
     """The files of a split as sorted posix paths relative to `root`, so that the order is the same on every machine.
+    Hidden files and folders are left out.
 
     skipped: names of folders to leave out.
     """
     found = []
     for folder, folders, names in os.walk(root):
-        folders[:] = [name for name in folders if name not in skipped]
-        found += [Path(folder, name).relative_to(root).as_posix() for name in names if fnmatch(name, pattern)]
+        folders[:] = [name for name in folders if name not in skipped and not name.startswith(".")]
+        wanted = (name for name in names if fnmatch(name, pattern) and not name.startswith("."))
+        found += [Path(folder, name).relative_to(root).as_posix() for name in wanted]
     return sorted(name for name in found if split in ("all", _split_of(name)))
 
 
@@ -123,9 +125,9 @@ def _read_files(root: Path, names: list[str], enough: int | None) -> bytearray:
 
 def _read_file(path: Path) -> bytes:
     try:
-        return path.read_bytes()
-    except OSError as error:
-        raise DataError(f"cannot read {path}: {error.strerror}") from error
+        return storage.read_bytes(str(path))
+    except StorageError as error:
+        raise DataError(error.message, hint=error.hint) from error
 
 
 class SampleText(Callback):

@@ -153,7 +153,7 @@ def _dispatch(arguments: list[str], debug: bool) -> int:
         require_overrides(rest)
     if first not in COMMANDS:
         _require_runnable(first)
-    locations.allow(_read_protocols)
+    locations.allow(_read_granted)
     module = import_module(f"dsjob.cli.{command.replace('-', '_')}{'_' if iskeyword(command) else ''}")
     code: int = module.main(rest, debug)
     return code
@@ -169,10 +169,10 @@ def _require_command(words: list[str]) -> list[str]:
     return words
 
 
-def _read_protocols() -> frozenset[str]:
-    from dsjob.trust.user import read_protocols
+def _read_granted() -> tuple[str, ...]:
+    from dsjob.trust.user import read_granted
 
-    return read_protocols()
+    return read_granted()
 
 
 def parse_count(text: str) -> int:

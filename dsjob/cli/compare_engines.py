@@ -10,7 +10,7 @@ from collections.abc import Mapping
 from typing import TYPE_CHECKING, Any
 
 from dsjob.cli import parse_count
-from dsjob.cli.flags import add_arguments, allow_protocols, make_parser, read_flags
+from dsjob.cli.flags import add_arguments, allow_granted, make_parser, read_flags
 from dsjob.cli.run import split_source
 from dsjob.document import compose as composition
 from dsjob.document.sizes import read_nproc
@@ -18,6 +18,7 @@ from dsjob.errors import UsageError
 from dsjob.front.check import check_composed
 from dsjob.launch import launcher
 from dsjob.terminal import print_block
+from dsjob.trust.named import name_places
 from dsjob.trust.user import grant, read_environment
 
 if TYPE_CHECKING:
@@ -35,12 +36,12 @@ def main(arguments: list[str], debug: bool) -> int:
         raise UsageError(
             "compare-engines starts its own ranks", hint="run it without torchrun or srun, with launch.nproc=N"
         )
-    allow_protocols(args.trust)
+    allow_granted(args.trust)
     file, overrides = split_source(args.source)
     given, environment = [*overrides, "engine=deepspeed"], read_environment()
     composed = composition.compose(given, file=file, config_dir=args.config_dir, environment=environment)
     nproc = read_nproc(composed.document)
-    trust = grant(file, read_flags(args))
+    trust = name_places(grant(file, read_flags(args)), composed)
     resolved = check_composed(composed, trust, world_size=nproc, ranks_from="launch.nproc").require()
     from dsjob.launch.comparison import compare, find_largest_difference
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 import argparse
 import json
 
-from dsjob.cli.flags import add_arguments, add_choice, add_form, allow_protocols, make_parser, read_flags
+from dsjob.cli.flags import add_arguments, add_choice, add_form, allow_granted, make_parser, read_flags
 from dsjob.cli.overrides import is_override
 from dsjob.errors import UsageError
 from dsjob.front.checkpoint import choose_checkpoint
@@ -49,7 +49,7 @@ def make_task_parser(task: Task, description: str, examples: tuple[str, ...]) ->
 
 def perform(task: Task, args: argparse.Namespace, debug: bool) -> int:
     """Performs a task with the checkpoint that the arguments name."""
-    allow_protocols(args.trust)
+    allow_granted(args.trust)
     named, overrides = split_words(task, args.words)
     chosen = choose_checkpoint(named, args.tag, best=args.best)
     source = make_task(task, chosen, overrides, ema=args.ema)

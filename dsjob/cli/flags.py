@@ -62,7 +62,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         default=[],
         metavar="PREFIX",
         help="let the document name this module or callable; protocol:NAME: allow URLs with this protocol; "
-        "folder:PATH: let listed constructors write to this folder",
+        "folder:PLACE: let it read and write this folder or bucket",
     )
     parser.add_argument(
         "--trust-remote-code", action="store_true", help="allow trust_remote_code, and weights stored as pickles"
@@ -89,6 +89,6 @@ def read_flags(args: argparse.Namespace) -> Flags:
     return Flags(tuple(args.trust), remote_code=args.trust_remote_code, unpinned=args.unpinned)
 
 
-def allow_protocols(prefixes: Sequence[str]) -> None:
-    """Lets this process open URLs with the protocols that the flags grant, including the URL of the job file itself."""
-    locations.allow(lambda: Trust(prefixes=tuple(prefixes)).protocols)
+def allow_granted(prefixes: Sequence[str]) -> None:
+    """Lets this process open what the flags grant, such as URLs of other protocols, even for the job file itself."""
+    locations.allow(lambda: Trust(prefixes=tuple(prefixes)).prefixes)

@@ -11,7 +11,7 @@ from typing import Any
 
 from dsjob import storage
 from dsjob.cli.eval import make_task_parser, split_words
-from dsjob.cli.flags import allow_protocols, read_flags
+from dsjob.cli.flags import allow_granted, read_flags
 from dsjob.errors import DsjobError, UsageError
 from dsjob.front.checkpoint import choose_checkpoint
 from dsjob.front.execute import run_composed
@@ -35,7 +35,7 @@ _SAMPLING = {"temperature", "top_k", "top_p"}  # without sampling, transformers 
 def main(arguments: list[str], debug: bool) -> int:
     """Prints what the model writes for each prompt."""
     args = _make_parser().parse_intermixed_args(arguments)
-    allow_protocols(args.trust)
+    allow_granted(args.trust)
     named, overrides = split_words("generate", args.words)
     settings = {key: value for _, _, key in _SETTINGS if (value := getattr(args, key)) is not None}
     settings |= {"do_sample": True} if args.do_sample or _SAMPLING & settings.keys() else {}
@@ -96,7 +96,7 @@ def _generate(
         file = args.prompts if args.prompts not in (None, "-") else stack.enter_context(writing(prompts))
         if which := chosen.describe_weights(ema=args.ema):
             print_error(f"weights  {which}")
-        composed = make_generation(chosen, file, section, overrides, ema=args.ema).compose()
+        composed = make_generation(chosen, file, section, overrides, tokenizer=args.tokenizer, ema=args.ema).compose()
         stack.enter_context(showing("quiet"))
         (written,) = run_composed(composed, chosen.grant(read_flags(args)), debug)["predictions"]
     return str(written)

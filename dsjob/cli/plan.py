@@ -6,7 +6,7 @@ import argparse
 import json
 
 from dsjob.cli import parse_count
-from dsjob.cli.flags import add_arguments, allow_protocols, make_parser, read_flags
+from dsjob.cli.flags import add_arguments, allow_granted, make_parser, read_flags
 from dsjob.cli.run import split_source
 from dsjob.document import compose as composition
 from dsjob.errors import FitError, UsageError
@@ -33,7 +33,7 @@ def main(arguments: list[str], debug: bool) -> int:
             "dsjob plan needs a file, a run's folder or a recipe",
             hint="dsjob plan cfg.yaml, dsjob plan +recipe=quickstart, or dsjob plan --params 7B",
         )
-    allow_protocols(args.trust)
+    allow_granted(args.trust)
     file, overrides = split_source(args.source, bare=args.params is not None)
     composed = composition.compose(overrides, file=file, config_dir=args.config_dir, environment=read_environment())
     if args.schedule:

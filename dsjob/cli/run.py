@@ -8,7 +8,7 @@ import json
 from collections.abc import Sequence
 from typing import Any
 
-from dsjob.cli.flags import add_arguments, add_form, allow_protocols, make_parser, read_flags
+from dsjob.cli.flags import add_arguments, add_form, allow_granted, make_parser, read_flags
 from dsjob.cli.overrides import is_override
 from dsjob.contract.lengths import read_length
 from dsjob.contract.paths import get_at
@@ -37,7 +37,7 @@ def main(arguments: list[str], debug: bool) -> int:
     if args.help:
         print_block(make_help().format_help())
         return 0
-    allow_protocols(args.trust)
+    allow_granted(args.trust)
     if not (args.overrides or args.cfg or args.info or args.shell_completion or args.hydra_help):
         raise UsageError(
             "dsjob run needs a file, a run's folder or a recipe", hint="dsjob run cfg.yaml, or dsjob +recipe=quickstart"

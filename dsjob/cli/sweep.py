@@ -10,7 +10,7 @@ from typing import Any, cast
 from hydra.core.hydra_config import HydraConfig
 from omegaconf import DictConfig, OmegaConf, open_dict
 
-from dsjob.cli.flags import allow_protocols
+from dsjob.cli.flags import allow_granted
 from dsjob.contract.directions import falls
 from dsjob.contract.masking import mask
 from dsjob.contract.rules import RULES
@@ -183,7 +183,7 @@ def run_one(config: DictConfig) -> float:
     with open_dict(config):
         config.hydra = hydra
     trust = Trust.from_text(os.environ[_TRUST_VARIABLE])
-    allow_protocols(trust.prefixes)
+    allow_granted(trust.prefixes)
     given = cast("list[str]", OmegaConf.to_container(hydra.overrides.task, resolve=False))
     shown = [override for override in given if not override.startswith("+job_file=")]
     if launcher.is_first():

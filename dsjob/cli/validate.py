@@ -8,12 +8,12 @@ from collections.abc import Mapping
 from dataclasses import replace
 
 from dsjob.cli import parse_count
-from dsjob.cli.flags import add_arguments, make_parser, read_flags
+from dsjob.cli.flags import add_arguments, allow_granted, make_parser, read_flags
 from dsjob.cli.overrides import is_override
 from dsjob.contract import report
 from dsjob.contract.rules import EXPLANATIONS, RULES
 from dsjob.errors import Problem, UsageError
-from dsjob.front.validate import NEEDS_TRUST, name_source, validate_file, validate_recipe
+from dsjob.front.validate import name_source, validate_file, validate_recipe
 from dsjob.terminal import print_block, print_lines
 from dsjob.trust.user import config_path, read_config
 
@@ -24,6 +24,7 @@ def main(arguments: list[str], debug: bool) -> int:
     if args.explain is not None:
         _explain(args.explain)
         return 0
+    allow_granted(args.trust)
     overrides = [word for word in args.files if is_override(word)]
     args.files = [word for word in args.files if word not in overrides]
     recipe = next((word for word in overrides if word.startswith("+recipe=")), "")
@@ -114,9 +115,6 @@ def _conclude(warnings: list[Problem]) -> str:
     """The last line on a document without errors: whether a run on this machine would start."""
     counted = report.count_problems(warnings)
     rules = {warning.rule for warning in warnings}
-    if not rules.isdisjoint(NEEDS_TRUST):
-        refused = "dsjob run will refuse it until you allow what the warnings name (--trust ...) or change it"
-        return f"valid, {counted}, but {refused}"
     if "not-found" in rules:
         return f"valid, {counted}, but dsjob run cannot import all of its targets on this machine"
     return f"ok, {counted}" if counted else "ok"

@@ -1,12 +1,10 @@
-"""Which URLs dsjob opens, and which folders a document may write to. There is one policy for documents, for arguments
-of commands, and for what constructors pass on.
+"""Which URLs dsjob opens. There is one policy for documents, for arguments of commands, and for what constructors pass
+on. Which places a document may name is decided by `access`.
 
 fsspec opens everything in its registry, and some of that runs code: `reference::data:...` renders the templates in its
 own text. So a URL must have a protocol on this list, or one that the user has granted (`--trust protocol:sftp`, or the
 same under `trust:` in their config file); chains (`a::b`) are refused. `storage` asks this module before it opens
-anything. The check of documents asks about the same texts beforehand, to report their places. Listed constructors may
-write files (`cache_dir`) below the current folder, in Hugging Face's cache, and in folders that the user has granted
-(`--trust folder:/data`).
+anything. The check of documents asks about the same texts beforehand, to report their places.
 """
 
 from __future__ import annotations
@@ -16,15 +14,15 @@ import re
 from collections.abc import Callable, Collection, Iterable, Iterator, Mapping
 from contextlib import contextmanager
 from typing import Any
+from urllib.parse import urlsplit
 
-from dsjob.contract.paths import Path, get_at
+from dsjob.contract.paths import Path
 from dsjob.contract.secrets import redact
 from dsjob.errors import Problem
 from dsjob.terminal import quote_word
 
 WRITABLE = ("file", "local", "memory", "s3", "s3a", "gs", "gcs", "az", "abfs", "abfss")
 READABLE = (*WRITABLE, "http", "https")
-NEVER_GRANTED = ("chained-url", "read-only-url")  # rules that no flag disables
 GRANT = "protocol:"  # the prefix of a protocol among the names that a user trusts
 GRANT_FOLDER = "folder:"
 # Names of arguments that tell libraries where to write.
@@ -33,6 +31,7 @@ _WRITTEN = re.compile(
     r"_(?:dir|directory|folder|path|root|file|filename|file_name|storage)|dirpath|logdir|outdir|savedir|storage"
 )
 _CACHES = ("HF_HOME", "HF_HUB_CACHE", "HF_DATASETS_CACHE", "HF_ASSETS_CACHE", "XDG_CACHE_HOME")
+_METADATA = ("metadata", "metadata.google.internal", "instance-data", "100.100.100.200")
 _SHOWN = 80  # characters of a URL in a message
 _PROTOCOL = re.compile(r"[A-Za-z0-9][A-Za-z0-9+.-]*")
 # File systems of fsspec (and one of datasets) that wrap another one. With any other name, `a::b` is plain text.
@@ -40,33 +39,35 @@ _WRAPPERS = (
     "asyncwrapper", "async_wrapper", "blockcache", "bz2", "cached", "chained", "dask", "data", "dir", "filecache",
     "generic", "gzip", "libarchive", "lz4", "reference", "simplecache", "tar", "xz", "zip", "zstd",
 )  # fmt: skip
-# The document's own keys that name files or folders, and whether dsjob writes there.
-_KEYS = {
-    ("checkpoint", "dir"): True,
-    ("checkpoint", "resume"): False,
-    ("output", "dir"): True,
-    ("deepspeed",): False,
-}
+Refusal = tuple[str, str, str]  # a rule, a message and a hint; all empty if nothing is refused
 _granted: list[Callable[[], Iterable[str]]] = []
 
 
-def allow(find_protocols: Callable[[], Iterable[str]]) -> None:
-    """Lets this process open the protocols that `find_protocols` returns. It is called for each unlisted protocol."""
-    _granted.append(find_protocols)
+def allow(find_granted: Callable[[], Iterable[str]]) -> None:
+    """Grants this process what `find_granted` returns: `protocol:NAME` and `folder:PLACE`. It is called when a grant is
+    needed."""
+    _granted.append(find_granted)
 
 
 @contextmanager
-def allowing(find_protocols: Callable[[], Iterable[str]]) -> Iterator[None]:
+def allowing(find_granted: Callable[[], Iterable[str]]) -> Iterator[None]:
     """Like `allow`, but only while the block runs. Everything else that is allowed in the block ends with it too."""
     before = list(_granted)
-    allow(find_protocols)
+    allow(find_granted)
     try:
         yield
     finally:
         _granted[:] = before
 
 
-def explain_url(url: str, *, write: bool = False, granted: Collection[str] | None = None) -> tuple[str, str, str]:
+def list_granted(kind: str, granted: Iterable[str] | None = None) -> frozenset[str]:
+    """What is granted of a kind, GRANT or GRANT_FOLDER, without its prefix. granted: what the user trusts; None: what
+    is granted to this process."""
+    given = [one for find in _granted for one in find()] if granted is None else granted
+    return frozenset(one.removeprefix(kind) for one in given if one.startswith(kind))
+
+
+def explain_url(url: str, *, write: bool = False, granted: Collection[str] | None = None) -> Refusal:
     """Why a URL may not be opened: the rule, a message and a hint; all empty if it may.
 
     `granted`: protocols allowed in addition to the list; None: those allowed in this process (see `allow`).
@@ -75,11 +76,13 @@ def explain_url(url: str, *, write: bool = False, granted: Collection[str] | Non
         hint = "use the URL of the file or folder itself"
         return "chained-url", "'::' chains file systems, and a chain can run code", hint
     protocol = find_protocol(url)
+    if protocol in ("http", "https") and _serves_credentials(url):
+        return "metadata-server", "this server gives the credentials of a cloud machine to whoever asks", "correct it"
     if protocol in (WRITABLE if write else READABLE):
         return "", "", ""
     if protocol in READABLE:
         return "read-only-url", f"dsjob only reads from {protocol}", "use a local folder or the URL of an object store"
-    if protocol in (granted if granted is not None else {name for find in _granted for name in find()}):
+    if protocol in (granted if granted is not None else list_granted(GRANT)):
         return "", "", ""
     if protocol.lower() in READABLE:
         return "untrusted-protocol", f"unknown protocol {protocol!r}", f"write {protocol.lower()}://"
@@ -88,6 +91,22 @@ def explain_url(url: str, *, write: bool = False, granted: Collection[str] | Non
         f"the protocol {shorten(protocol)!r} is not trusted",
         f"{_how_to_grant(protocol)}; paths and {', '.join(READABLE)} need no trust",
     )
+
+
+def _serves_credentials(url: str) -> bool:
+    """Whether a web server is the one in each machine of a cloud that serves its credentials."""
+    import ipaddress  # only documents that name a web server need these
+    import socket
+
+    try:
+        host = (urlsplit(url).hostname or "").rstrip(".")
+    except ValueError:  # not a URL
+        return False
+    try:
+        address = ipaddress.ip_address(socket.inet_aton(host))  # also 2852039166 and 0xa9.254.169.254
+    except OSError:
+        return host in _METADATA
+    return address.is_link_local or str(address) in _METADATA
 
 
 def _how_to_grant(protocol: str) -> str:
@@ -109,15 +128,7 @@ def shorten(url: str) -> str:
     return redact(url[:_SHOWN]) + ("..." if url[_SHOWN:] else "")
 
 
-def check_keys(document: Mapping[str, Any], granted: Collection[str]) -> Iterator[Problem]:
-    """Problems with the places that a document's own keys tell dsjob to read or write."""
-    for path, write in _KEYS.items():
-        value = get_at(document, path)
-        if isinstance(value, str):
-            yield from _explain(value, path, explain_url(value, write=write, granted=granted))
-
-
-def _explain(url: str, path: Path, found: tuple[str, str, str]) -> Iterator[Problem]:
+def _explain(url: str, path: Path, found: Refusal) -> Iterator[Problem]:
     rule, message, hint = found
     if rule:
         yield Problem(f"{shorten(url)}: {message}", path, rule, hint)
@@ -140,7 +151,7 @@ def check_texts(value: Any, path: Path, granted: Collection[str], *, listed: boo
             yield from _explain(key, here, _explain_text("", key, granted, listed))
 
 
-def _explain_text(key: object, text: str, granted: Collection[str], listed: bool) -> tuple[str, str, str]:
+def _explain_text(key: object, text: str, granted: Collection[str], listed: bool) -> Refusal:
     if "::" in text:
         return _explain_chain(text, granted, listed)
     protocol = find_protocol(text).strip()
@@ -151,7 +162,7 @@ def _explain_text(key: object, text: str, granted: Collection[str], listed: bool
     return explain_url(text.strip(), granted=granted)
 
 
-def _explain_chain(text: str, granted: Collection[str], listed: bool) -> tuple[str, str, str]:
+def _explain_chain(text: str, granted: Collection[str], listed: bool) -> Refusal:
     parts = [part.strip() for part in text.split("::")]
     named = [find_protocol(part) if "://" in part else part.split(":")[0] for part in parts]
     if listed:
@@ -163,34 +174,14 @@ def _explain_chain(text: str, granted: Collection[str], listed: bool) -> tuple[s
     return "", "", ""
 
 
-def check_folders(value: Any, path: Path, granted: Iterable[str]) -> Iterator[Problem]:
-    """Problems with folders that a listed constructor's arguments tell it to write to, not including nested targets.
-
-    `granted`: folders allowed in addition to the current one and Hugging Face's cache.
-    """
-    items = value.items() if isinstance(value, Mapping) else enumerate(value) if isinstance(value, list) else ()
-    for key, item in items:
-        if isinstance(key, str) and isinstance(item, str) and _WRITTEN.fullmatch(key.lower()):
-            if not any(_is_inside(item, folder) for folder in (os.getcwd(), *_list_caches(), *granted)):
-                folder = os.path.abspath(os.path.expanduser(item))
-                granting = quote_word(GRANT_FOLDER + folder)
-                advice = f"leave it out, use a folder below the current one, or run with --trust {granting}"
-                message = f"{shorten(item)} is outside the current folder, and the target would write there"
-                yield Problem(message, (*path, key), "outside-folder", advice)
-        elif not (isinstance(item, Mapping) and "_target_" in item):
-            yield from check_folders(item, (*path, key), granted)
+def is_written(key: object) -> bool:
+    """Whether an argument with this name tells a library where to write."""
+    return isinstance(key, str) and bool(_WRITTEN.fullmatch(key.lower()))
 
 
-def _is_inside(path: str, folder: str) -> bool:
-    """Whether a path is in a folder after following symbolic links; a URL is not."""
-    if find_protocol(path) != "file" or "\0" in path:
-        return False
-    real, top = os.path.realpath(os.path.expanduser(path)), os.path.realpath(folder)
-    return real == top or real.startswith(top.rstrip(os.sep) + os.sep)
-
-
-def _list_caches() -> Iterator[str]:
+def list_caches() -> Iterator[str]:
+    """The folders of Hugging Face's caches."""
     for name in _CACHES:
         if place := os.environ.get(name):
-            yield os.path.join(place, "huggingface") if name == "XDG_CACHE_HOME" else place
+            yield os.path.abspath(os.path.join(place, "huggingface") if name == "XDG_CACHE_HOME" else place)
     yield os.path.expanduser("~/.cache/huggingface")

@@ -10,6 +10,7 @@ have these annotations, which other validators ignore:
 - `x-aliases`: other spellings of the key.
 - `x-replaced-by`: what to use instead of a deprecated key.
 - `x-auto`: the string "auto" is accepted; the value is then derived, or counts as unset.
+- `x-place`: the value is a path or URL that a run may `read`, or `write`; see `access`.
 - `x-unsuggested`: the key is another name of one elsewhere, and is no suggestion for a misspelt key.
 - `x-deepspeed`: DeepSpeed's name for a key; at the root of deepspeed.json, the version whose defaults are listed.
 - `x-inherits`: unset keys in this section inherit from the job, so defaults are not filled in.

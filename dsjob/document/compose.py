@@ -343,7 +343,9 @@ def finish(config: DictConfig, file: Document | None, environment: Collection[st
             _delete(plain, path)
     if recipes and isinstance(plain.get("recipe"), dict) and (file is None or ("recipe",) not in file.keys):
         raise DocumentError(_explain_packages(config, recipes))
-    return settle(plain, file=file, recipes=recipes, overrides=overrides)
+    return replace(
+        settle(plain, file=file, recipes=recipes, overrides=overrides), named=_list_named(overrides.values())
+    )
 
 
 def _explain_packages(config: DictConfig, recipes: Sequence[str]) -> list[Problem]:
@@ -359,6 +361,24 @@ def _explain_packages(config: DictConfig, recipes: Sequence[str]) -> list[Proble
     if not own:
         return [Problem(f"a config of {', '.join(recipes)} {message}", (), "recipe-package", hint)]
     return [Problem(f"this recipe {message}", (), "recipe-package", hint, file, 1, 1) for file in own]
+
+
+def _list_named(overrides: Iterable[str]) -> frozenset[Path]:
+    """The paths of the values that overrides set. A mapping is merged into that of the document, so each value in it
+    has its own path."""
+    return frozenset(
+        path
+        for parsed in _parse(list(overrides))
+        if (key := parsed.get_key_element().lstrip("+~")) not in GROUPS
+        for path in _list_leaves(_unquote(parsed.value()), split_key(key))
+    )
+
+
+def _list_leaves(value: Any, path: Path) -> Iterator[Path]:
+    if not isinstance(value, dict):
+        yield path
+    for key, item in value.items() if isinstance(value, dict) else ():
+        yield from _list_leaves(item, (*path, key))
 
 
 def _override_paths(overrides: Sequence[str]) -> dict[Path, str]:

@@ -13,8 +13,10 @@ from dsjob import document as documents
 from dsjob import storage
 from dsjob.contract import legacy
 from dsjob.contract import schema as contract
+from dsjob.contract.access import Access
 from dsjob.contract.deepspeed_keys import to_config_path
 from dsjob.contract.hints import suggest
+from dsjob.contract.locations import shorten
 from dsjob.contract.paths import Path, get_at, has_at
 from dsjob.contract.secrets import hide_value
 from dsjob.document import Document
@@ -34,6 +36,7 @@ class Composed:
     deepspeed: Document | None = None
     notes: tuple[str, ...] = ()  # messages to the user on changes other than merging
     unknown: tuple[Problem, ...] = ()  # problems of overrides that set unknown keys, and were therefore left out
+    named: frozenset[Path] = frozenset()  # the paths of the values that the user has set in overrides
 
     def is_name_made(self) -> bool:
         """Whether the job's name is derived from its file name, because nothing else sets it."""
@@ -47,12 +50,12 @@ class Composed:
             return self.deepspeed.source, mark.line, mark.column
         for length in range(len(path), 0, -1):
             if path[:length] in self.overrides:
-                return f"command line: {hide_value(self.overrides[path[:length]])}", 0, 0
+                return f"{COMMAND_LINE}: {hide_value(self.overrides[path[:length]])}", 0, 0
         # With a recipe, a value comes from the file only if the file has this exact path.
         if self.file is not None and (path in self.file.keys or not path or not self.recipes):
             mark = self.file.mark(path)
             return self.file.source, mark.line, mark.column
-        return (f"recipe {', '.join(self.recipes)}" if self.recipes else "command line"), 0, 0
+        return (f"recipe {', '.join(self.recipes)}" if self.recipes else COMMAND_LINE), 0, 0
 
     def find_given(self, path: Path) -> Path | None:
         """The path at which the document sets the resolved value at `path`, in any spelling; None for a default."""
@@ -108,6 +111,7 @@ def settle(
     return Composed(document, file, recipes, overrides or {}, deepspeed, tuple(notes))
 
 
+COMMAND_LINE = "command line"  # how the places of overrides begin
 STDIN = "<stdin>"  # the source of a document from standard input
 PROGRAM = "<dict>"  # the source of a document that a Python program passes
 _LOOKED_AT = 100  # the most keys to examine in a file that may not be a config
@@ -165,12 +169,22 @@ def _read_deepspeed(document: dict[str, Any], file: Document | None) -> Document
     if relative and file is not None and ("deepspeed",) in file.keys and "/" in file.source:
         name = f"{file.source.rsplit('/', 1)[0]}/{name}"
     try:
+        if file is not None and ("deepspeed",) in file.keys:
+            _require_open(name, file)
         return _require_config(read_document(name))
     except UsageError as error:
         mark = file.mark(("deepspeed",)) if file is not None else None
         place = (file.source, mark.line, mark.column) if file is not None and mark is not None else ("", 0, 0)
         problem = Problem(error.message, ("deepspeed",), "unreadable", "paths are relative to the job file", *place)
         raise DocumentError([problem]) from error
+
+
+def _require_open(name: str, file: Document) -> None:
+    """Raises DocumentError if a document may not read the file that it names."""
+    rule, message, hint = Access.of_source(file.source).explain(name)
+    if rule:
+        mark, message = file.mark(("deepspeed",)), f"{shorten(name)}: {message}"
+        raise DocumentError([Problem(message, ("deepspeed",), rule, hint, file.source, mark.line, mark.column)])
 
 
 def _require_config(config: Document) -> Document:

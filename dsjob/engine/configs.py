@@ -50,7 +50,7 @@ class Given:
 def read_given(args: Any, config: str | Mapping[str, Any] | None, trust: Sequence[str]) -> Given:
     """Reads the config for `initialize`. Raises ConfigError, UsageError."""
     granted = _read_trust(trust)
-    locations.allow(lambda: granted.protocols)
+    locations.allow(lambda: granted.prefixes)
     plain, folders, origin = read_config(args, config)
     return Given(plain, origin, dataclasses.replace(granted, folders=folders))
 

@@ -17,6 +17,7 @@ from dsjob.errors import DocumentError, Problem
 from dsjob.monitors import find_missing
 from dsjob.run_folder import describe_other_job, list_commits
 from dsjob.trust.grant import Trust
+from dsjob.trust.named import name_places
 from dsjob.trust.user import list_untrusted
 
 
@@ -44,9 +45,9 @@ class Checked:
 def check_composed(
     composed: Composed, trust: Trust, *, world_size: int, ranks_from: str, unread: Sequence[Problem] = ()
 ) -> Checked:
-    """Checks a document for `world_size` ranks. `ranks_from`: the source of that number, for messages. `unread`:
-    problems of parts that were left out of the document."""
-    unread = [*composed.unknown, *unread]
+    """Checks a document for `world_size` ranks. The places that its overrides name are granted. `ranks_from`: the
+    source of that number, for messages. `unread`: problems of parts that were left out of the document."""
+    unread, trust = [*composed.unknown, *unread], name_places(trust, composed)
     try:
         resolved = resolve_job(composed.document, world_size=world_size, locate=composed.locate, ranks_from=ranks_from)
     except DocumentError as error:

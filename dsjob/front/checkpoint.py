@@ -12,11 +12,12 @@ from dsjob.checkpoint.format.averages import has_averages
 from dsjob.checkpoint.root.best import choose_weights
 from dsjob.checkpoint.root.run_state import read_job
 from dsjob.checkpoint.root.source import locate, renamed
+from dsjob.contract.access import comes_from_elsewhere
 from dsjob.document import Document
 from dsjob.document.origins import read_document
 from dsjob.run_folder import RESOLVED_NAME
 from dsjob.trust.grant import Trust
-from dsjob.trust.user import Flags, comes_from_elsewhere, grant
+from dsjob.trust.user import Flags, grant
 
 
 @dataclass(frozen=True)
@@ -43,7 +44,7 @@ class Chosen:
 
     def grant(self, flags: Flags) -> Trust:
         """What the job may import: the user's own modules only if its document is the run's."""
-        return grant(self.file, flags) if self.run_dir is not None else replace(grant(None, flags), local=False)
+        return grant(self.file, flags) if self.run_dir is not None else replace(grant(self.file, flags), local=False)
 
 
 def choose_checkpoint(source: str, tag: str | None, *, best: bool = False) -> Chosen:

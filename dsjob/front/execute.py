@@ -30,6 +30,7 @@ from dsjob.training.advice import count_too_few_cores
 from dsjob.training.failed_starts import find_existing, taking_back
 from dsjob.training.form import read_form
 from dsjob.trust.grant import Trust
+from dsjob.trust.named import name_places
 from dsjob.trust.presence import find_absent
 from dsjob.trust.user import find_program, place_origins
 
@@ -46,6 +47,7 @@ def run_composed(
     """
     joined = launcher.read_world_size()
     world_size = joined or read_nproc(composed.document)
+    trust = name_places(trust, composed)
     resolved, told = check_runnable(composed, trust)
     document, given = resolved.document, describe_given(composed, resolved)
     if origin := _find_origin(composed):

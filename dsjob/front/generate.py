@@ -6,7 +6,7 @@ import json
 import os
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 from dsjob import storage
@@ -19,6 +19,7 @@ from dsjob.front.source import Source, allowing, list_words, make_flags, quote, 
 from dsjob.front.tasks import make_task, perform
 from dsjob.front.weights import load_model
 from dsjob.training.form import showing
+from dsjob.trust.named import name_place
 from dsjob.trust.user import Flags
 
 _FORM = ("++predict.outputs=null", "++predict.format=jsonl")  # what `read_rows` reads
@@ -67,7 +68,8 @@ def generate(
     with one_at_a_time(), allowing(flags), watch_output(), telling_places(), writing(prompts) as file:
         chosen = choose_checkpoint(require_path(checkpoint, "a checkpoint"), tag, best=best)
         words = list_words(None, overrides)
-        source = make_generation(chosen, file, choose_settings(chosen, tokenizer, settings, words), words, ema=ema)
+        section = choose_settings(chosen, tokenizer, settings, words)
+        source = make_generation(chosen, file, section, words, tokenizer=tokenizer, ema=ema)
         with showing("quiet"):
             result = perform(source, chosen.grant(flags))
     (written,) = result["predictions"]
@@ -92,7 +94,7 @@ def choose_settings(
     document = chosen.file.value if chosen.file is not None else {}
     own = dict(document.get("generation") or {})
     train = document.get("data", {}).get("train") or {}
-    if any(each.lstrip("+").startswith("generation.tokenizer") for each in overrides):
+    if _names_tokenizer(overrides):
         return {**own, **settings}
     named = tokenizer or own.get("tokenizer") or _find_tokenizer(train)
     if named is None:
@@ -111,9 +113,17 @@ def _find_tokenizer(data: Any) -> str | None:
 
 
 def make_generation(
-    chosen: Chosen, file: str, settings: Mapping[str, Any], overrides: Sequence[str], *, ema: bool = False
+    chosen: Chosen,
+    file: str,
+    settings: Mapping[str, Any],
+    overrides: Sequence[str],
+    *,
+    tokenizer: str | None = None,
+    ema: bool = False,
 ) -> Source:
-    """The job that continues the prompts in a file: the job that saved the checkpoint, with them as its test data."""
+    """The job that continues the prompts in a file: the job that saved the checkpoint, with them as its test data.
+
+    settings: see `choose_settings`. tokenizer: the one that the user has named."""
     document = chosen.file.value if chosen.file is not None else {}
     section = [f"++generation.{key}={_write(value)}" for key, value in settings.items()]
     # A test set of the job's own would keep its arguments beside those of the prompts.
@@ -121,7 +131,13 @@ def make_generation(
     # Stages have no cache from token to token: each rank has the whole model instead.
     own += ["~pipeline"] if document.get("pipeline") is not None else []
     data = [*own, f"+data.test={{_target_: dsjob.text.Prompts, path: {quote(file)}}}", "++data.collate=null"]
-    return make_task("generate", chosen, [*section, *data, *_FORM, *overrides], ema=ema)
+    source = make_task("generate", chosen, [*section, *data, *_FORM, *overrides], ema=ema)
+    named = tokenizer is not None or _names_tokenizer(overrides)
+    return replace(source, derived=() if named else (("generation", "tokenizer"),))
+
+
+def _names_tokenizer(overrides: Sequence[str]) -> bool:
+    return any(each.lstrip("+").startswith("generation.tokenizer") for each in overrides)
 
 
 def _write(value: Any) -> str:
@@ -165,6 +181,7 @@ def load_writer(
         unpinned=flags.unpinned,
     )
     device = torch.device("cuda" if torch.cuda.is_available() else "cpu")
-    generator = make_generator(section, chosen.grant(flags))
+    trust = chosen.grant(flags)
+    generator = make_generator(section, name_place(trust, tokenizer) if tokenizer is not None else trust)
     model.to(device)
     return lambda prompt: str(generator.write(model, device, {"prompt": [prompt]})["text"][0])

@@ -25,6 +25,7 @@ from dsjob.planning.model import COMPRESSING, MASTER_SIZE, Layout, Model, Offloa
 from dsjob.planning.report import Activations, Course, Plan, Share, find_largest
 from dsjob.planning.shapes import assume_model
 from dsjob.trust.grant import Trust
+from dsjob.trust.named import name_places
 
 _BYTES = {"fp32": 4, "bf16": 2, "fp16": 2}
 _PLOT_WIDTH = 61
@@ -72,7 +73,7 @@ def plan_composed(composed: Composed, asked: Asked, trust: Trust) -> Plan:
         resolved = check_composed(composed, trust, world_size=world_size, ranks_from=ranks_from).require()
     add_import_folders(trust.importable)
     with placing_errors(composed):
-        return _make_plan(resolved.document, world_size, asked, trust)
+        return _make_plan(resolved.document, world_size, asked, name_places(trust, composed))
 
 
 def _make_plan(document: dict[str, Any], world_size: int, asked: Asked, trust: Trust) -> Plan:

@@ -28,16 +28,21 @@ Given = str | os.PathLike[str] | Mapping[str, Any] | None
 
 @dataclass(frozen=True)
 class Source:
-    """What to compose: the parsed job file or dict (None if there is only a recipe), and all overrides."""
+    """What to compose: the parsed job file or dict (None if there is only a recipe), and all overrides. derived: the
+    paths of values that overrides take from the document, so that the user has not named them."""
 
     file: Document | None
     overrides: list[str]
+    derived: tuple[Path, ...] = ()
 
     def compose(self, config_dir: str | None = None) -> Composed:
         """The composed document. Raises UsageError, DocumentError."""
         from dsjob.document.compose import compose
 
-        return compose(self.overrides, file=self.file, config_dir=config_dir, environment=read_environment())
+        environment = read_environment()
+        composed = compose(self.overrides, file=self.file, config_dir=config_dir, environment=environment)
+        derived = (path for path in composed.named if any(path[: len(own)] == own for own in self.derived))
+        return replace(composed, named=composed.named.difference(derived))
 
     def compose_known(self, config_dir: str | None = None) -> Composed:
         """Like `compose`, for a document that is checked next: leaves overrides of unknown keys to the check."""
@@ -91,7 +96,7 @@ def make_flags(trust: Sequence[str], remote_code: bool, unpinned: bool) -> Flags
 @contextmanager
 def allowing(flags: Flags) -> Iterator[None]:
     """Allows the block to open URLs with the protocols that the user trusts."""
-    with locations.allowing(lambda: grant(None, flags).protocols):
+    with locations.allowing(lambda: grant(None, flags).prefixes):
         yield
 
 

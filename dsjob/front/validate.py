@@ -10,8 +10,9 @@ from typing import Any
 from dsjob import document as documents
 from dsjob import storage
 from dsjob.contract import report
+from dsjob.contract.access import Access
 from dsjob.contract.job_lengths import describe_lengths
-from dsjob.contract.locations import NEVER_GRANTED
+from dsjob.contract.locations import shorten
 from dsjob.contract.secrets import list_texts
 from dsjob.contract.spec import JobSpec, view
 from dsjob.document import Document
@@ -26,22 +27,9 @@ from dsjob.front.refused import require_own
 from dsjob.run_folder import RESOLVED_NAME
 from dsjob.terminal import quote_path
 from dsjob.trust.grant import Trust
+from dsjob.trust.named import name_places
 from dsjob.trust.presence import find_absent
 from dsjob.trust.user import Flags, grant, place_origins, read_environment
-
-# The rules by which a run refuses what the user has not granted. Unless targets are imported, they are only warnings.
-NEEDS_TRUST = (
-    "untrusted-target",
-    "untrusted-protocol",
-    "remote-code",
-    "unpinned",
-    "outside-folder",
-    "nested-target",
-    "bound-reader",
-    "request-option",
-    "kernel-file",
-    "data-card",
-)
 
 
 def validate_file(
@@ -161,7 +149,7 @@ def _check_composed(
 ) -> list[Problem]:
     """`unread`: the reason why the DeepSpeed config that the document names was not read; empty if it was."""
     ranks, ranks_from = choose_world_size(composed.document, composed.locate, asked=world_size)
-    trust = grant(document, flags or Flags())
+    trust = name_places(grant(document, flags or Flags()), composed)
     checked = check_composed(composed, trust, world_size=ranks, ranks_from=ranks_from, unread=unread)
     found = [*checked.problems, *_look_at_targets(composed, checked, trust, ranks, deep=deep)]
     if lengths is not None and checked.resolved and all(one.severity != "error" for one in found):
@@ -180,16 +168,13 @@ def _describe_lengths(document: dict[str, Any], ranks: int, trust: Trust, *, dee
 
 
 def _look_at_targets(composed: Composed, checked: Checked, trust: Trust, ranks: int, *, deep: bool) -> list[Problem]:
-    """Problems of targets: what a run with this trust rejects. These are warnings if a flag or another machine could
-    allow it. `deep`: they are errors; also problems of the targets that a run would import, and of calling them with
-    one batch on one of `ranks`.
-    """
+    """What a run with this trust rejects, and targets that this machine lacks, which are warnings. `deep`: also
+    problems of the targets that a run would import, and of calling them with one batch on one of `ranks`."""
     found = checked.untrusted
     document = checked.resolved.document if checked.resolved else composed.document
     wrong = {problem.path for problem in checked.problems if problem.severity == "error"}
     known = wrong | {one.path for one in found}
     if not deep:
-        found = [one if one.rule in NEVER_GRANTED else replace(one, severity="warning") for one in found]
         absent = [one for one in find_absent(document, trust) if one.path not in known]
         return found + place_origins(absent, composed)
     from dsjob.front.deep import check_batch, check_targets  # imports what runs need
@@ -245,8 +230,12 @@ def _find_remote(document: Document) -> Problem | None:
     url = document.value.get("deepspeed")
     if not isinstance(url, str) or ("${" not in url and all(storage.is_local(u) for u in (url, document.source))):
         return None
-    beside = "" if "://" in url or os.path.isabs(url) else document.source.rpartition("/")[0] + "/"
+    rule, message, hint = Access.of_source(document.source).explain(url)
     mark = document.mark(("deepspeed",))
+    if rule:
+        place = (document.source, mark.line, mark.column)
+        return Problem(f"{shorten(url)}: {message}", ("deepspeed",), rule, hint, *place)
+    beside = "" if "://" in url or os.path.isabs(url) else document.source.rpartition("/")[0] + "/"
     return Problem(
         f"{url} is not read here: validate opens no connection",
         ("deepspeed",),

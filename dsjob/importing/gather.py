@@ -8,6 +8,7 @@ from dataclasses import dataclass, field
 from typing import Any
 
 from dsjob import storage
+from dsjob.contract.access import Access
 from dsjob.contract.paths import Path, has_at
 from dsjob.contract.trainer_arguments import SCRIPT_ARGUMENTS, TRAINER_ONLY
 from dsjob.errors import DocumentError, DsjobError, Problem, UsageError
@@ -153,6 +154,8 @@ def _name_file(given: Given, gathered: Gathered, home: str, kind: sources.Source
         if path is not None and storage.is_local(before) and not os.path.samefile(path, storage.local_path(before)):
             text = f"{given.label}: {before} is read instead, because it was passed directly"
             gathered.draft.note("changed", text, given)
+    elif path is not None and (why := Access.of_source(home).explain(path)[1] if os.path.isfile(home) else ""):
+        gathered.draft.refuse(given, f"{path}: {why}", rule="unreadable", hint="pass the file as another FILE")
     elif path is not None:
         _read_named(path, given, gathered, kind)
     elif given.is_open:

@@ -35,8 +35,8 @@ class Text(Dataset[dict[str, Tensor]]):
     server, which tells no time of change, only one whose size has changed.
 
     Args:
-        source: a file (.jsonl, .json, .csv, .tsv, .parquet, .txt; also .gz), a folder of such files, a folder that
-            `datasets` has saved, or a list of these; paths or URLs.
+        source: a file (.jsonl, .json, .csv, .tsv, .parquet, .txt; also .gz), a folder of such files (hidden ones are
+            left out), a folder that `datasets` has saved, or a list of these; paths or URLs.
         dataset: instead of `source`, the name of a dataset on the hub of Hugging Face.
         dataset_revision: the commit of `dataset`.
         dataset_config: the configuration of `dataset`, if it has several.

@@ -15,8 +15,10 @@ from dataclasses import dataclass, field
 from typing import Any, BinaryIO, cast
 
 from dsjob import storage
+from dsjob.contract.access import find_access
 from dsjob.errors import DataError, DsjobError, how_to_install
 from dsjob.text.expansion import Expanded, Expansion
+from dsjob.trust.data_folders import check_links
 
 FORMATS = ("jsonl", "json", "csv", "tsv", "parquet", "txt")
 _ENDINGS = f"one of: {', '.join('.' + known for known in FORMATS)} (also with .gz)"
@@ -212,7 +214,8 @@ def _list_below(url: str) -> list[str]:
     if "dataset_dict.json" in names:
         hint = f"name one of its folders, such as {storage.join(url, 'train')}"
         raise DataError(f"{url} contains several datasets", hint=hint)
-    below = sorted(name for name in names if name.lower().removesuffix(".gz").rpartition(".")[2] in FORMATS)
+    shown = (name for name in names if not name.startswith("."))
+    below = sorted(name for name in shown if name.lower().removesuffix(".gz").rpartition(".")[2] in FORMATS)
     if not below:
         raise DataError(
             f"the folder {url} contains no file with texts", hint=f"their names have to end with {_ENDINGS}"
@@ -227,6 +230,9 @@ def _is_saved(url: str) -> bool:
 
 def _load_saved(url: str) -> Any:
     datasets = _import_datasets(url)
+    if (access := find_access()) is not None:
+        for problem in check_links(storage.local_path(url), access):
+            raise DataError(problem.message, hint=problem.hint)
     try:
         return datasets.load_from_disk(storage.local_path(url))
     except (OSError, ValueError, KeyError) as error:  # Arrow's errors are kinds of OSError and ValueError

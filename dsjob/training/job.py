@@ -60,7 +60,7 @@ def run_job(job: ResolvedJob, run_dir: str, world: World, trust: Trust) -> Resul
     Raises DsjobError for errors that the user can fix. Exceptions of the user's own code pass through, except attempts
     to end the process, which become an ExitError.
     """
-    locations.allow(lambda: trust.protocols)
+    locations.allow(lambda: trust.prefixes)
     spec = job.spec
     display = make_display(shown=world.everyone.rank == 0)
     started = time.monotonic()

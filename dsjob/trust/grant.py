@@ -27,14 +27,18 @@ from operator import attrgetter
 from types import ModuleType
 from typing import Any
 
-from dsjob.contract.locations import GRANT, GRANT_FOLDER, check_folders, check_keys, check_texts
+from dsjob.contract.access import Access, check_keys
+from dsjob.contract.locations import GRANT, GRANT_FOLDER, check_texts, list_granted
 from dsjob.contract.paths import Path
 from dsjob.contract.secrets import check_references
 from dsjob.errors import Problem, UsageError
 from dsjob.terminal import quote_word
-from dsjob.trust.hub import check_arguments, name_tokenizer
+from dsjob.trust.data_folders import check_contents
+from dsjob.trust.hub import check_arguments, check_folders_of_models, name_tokenizer
 from dsjob.trust.listed import LISTED, is_listed, matches
 from dsjob.trust.literals import LOADERS, check_literals, check_options, is_reader
+from dsjob.trust.places import check_places, check_written
+from dsjob.trust.services import check_services
 from dsjob.trust.vision import check_weights
 
 
@@ -42,17 +46,21 @@ from dsjob.trust.vision import check_weights
 class Trust:
     """What the user has granted. Without arguments: only `LISTED`."""
 
-    prefixes: tuple[str, ...] = ()  # --trust: dotted names, protocol:NAME, folder:PATH
+    prefixes: tuple[str, ...] = ()  # --trust: dotted names, protocol:NAME, folder:PLACE
     folders: tuple[str, ...] = ()  # searched for modules after all installed packages
     rejected: tuple[tuple[str, str], ...] = ()  # folders that are not searched, each with the reason, for messages
     local: bool = True  # whether modules in `folders` are trusted; False for documents from elsewhere
     remote_code: bool = False  # --trust-remote-code
     unpinned: bool = False  # --unpinned
+    places: tuple[str, ...] = ()  # the current folder, then the document's own
+    foreign: bool = False  # whether the document is another user's file
+    reads: tuple[str, ...] = ()  # what the user has named on the command line, to be read
+    writes: tuple[str, ...] = ()  # the same, to be written
 
     def __post_init__(self) -> None:
         for prefix in self.prefixes:
             if not re.fullmatch(
-                rf"[^\W\d]\w*(\.[^\W\d]\w*)*|{GRANT}[A-Za-z0-9][A-Za-z0-9+.-]*|{GRANT_FOLDER}[/~].*", prefix
+                rf"[^\W\d]\w*(\.[^\W\d]\w*)*|{GRANT}[A-Za-z0-9][A-Za-z0-9+.-]*|{GRANT_FOLDER}([/~]|\w+://).*", prefix
             ):
                 hint = f"for example --trust my_package.models, --trust {GRANT}sftp or --trust {GRANT_FOLDER}/data"
                 raise UsageError(f"--trust {prefix}: not a dotted name", hint=hint)
@@ -65,13 +73,14 @@ class Trust:
     def from_text(cls, text: str) -> Trust:
         """The trust that `to_text` wrote."""
         given: dict[str, Any] = json.loads(text)
-        rejected = tuple((folder, why) for folder, why in given.pop("rejected"))
-        return cls(tuple(given.pop("prefixes")), tuple(given.pop("folders")), rejected, **given)
+        given |= {key: tuple(value) for key, value in given.items() if isinstance(value, list)}
+        given["rejected"] = tuple((folder, why) for folder, why in given["rejected"])
+        return cls(**given)
 
     @property
     def protocols(self) -> frozenset[str]:
         """The URL protocols that the user has granted in addition to those of `locations`."""
-        return frozenset(prefix.removeprefix(GRANT) for prefix in self.prefixes if prefix.startswith(GRANT))
+        return list_granted(GRANT, self.prefixes)
 
     @property
     def importable(self) -> tuple[str, ...]:
@@ -84,10 +93,10 @@ class Trust:
         return tuple(dict.fromkeys(folder for spec in found if (folder := locate_local(spec, self.folders))))
 
     @property
-    def writable(self) -> tuple[str, ...]:
-        """The folders to which the user lets listed constructors write."""
-        found = (prefix.removeprefix(GRANT_FOLDER) for prefix in self.prefixes if prefix.startswith(GRANT_FOLDER))
-        return tuple(os.path.expanduser(folder) for folder in found)
+    def access(self) -> Access:
+        """The places that the document may use."""
+        writes = (*self.writes, *sorted(list_granted(GRANT_FOLDER, self.prefixes)))
+        return Access(self.local and not self.foreign, self.places, self.reads, writes, self.protocols)
 
     def names(self, path: str) -> bool:
         """Whether the user has granted `path` or a prefix of it."""
@@ -304,7 +313,8 @@ def _equals(module: str, name: str, found: Any) -> bool:
 def check_document(document: Mapping[str, Any], trust: Trust) -> list[Problem]:
     """Everything in a document that is not trusted, judged by its strings: targets, remote code, unpinned names,
     URLs."""
-    return [*check_keys(document, trust.protocols), *_check(document, (), trust), *_check_tokenizer(document, trust)]
+    own = (*check_keys(document, trust.access), *check_services(document, trust.access))
+    return [*own, *_check(document, (), trust), *_check_tokenizer(document, trust)]
 
 
 def _check_tokenizer(document: Mapping[str, Any], trust: Trust) -> Iterator[Problem]:
@@ -335,6 +345,14 @@ def takes_literals(target: str, trust: Trust, found: Any = None) -> bool:
     return listed and not trust.names(target) and is_reader(target, found)
 
 
+def is_restricted(target: str, trust: Trust, found: Any = None) -> bool:
+    """Whether the places in the arguments of a target, or of the callable `found`, are judged. The user's own code may
+    open what it likes, unless a document from elsewhere passes it the places."""
+    if not trust.access.own or not is_own(target, trust):
+        return True
+    return found is not None and _is_listed_object(found) and not trust.names(target)
+
+
 def _check(value: Any, path: Path, trust: Trust, found: Any = None) -> Iterator[Problem]:
     listed = found is not None and _is_listed_object(found)
     if isinstance(value, Mapping):
@@ -352,8 +370,12 @@ def _check(value: Any, path: Path, trust: Trust, found: Any = None) -> Iterator[
             if listed and not trust.names(target):
                 yield from check_options(value, path)
                 yield from check_weights(value, path, found)
+            if is_restricted(target, trust, found):
+                yield from check_places(value, path, trust.access)
+                yield from check_contents(value, path, trust.access)
+                yield from check_folders_of_models(value, path, trust.access)
             yield from check_texts(value, path, trust.protocols, listed=listed)
-            yield from check_folders(value, path, trust.writable) if listed else ()
+            yield from check_written(value, path, trust.access) if listed else ()
         yield from check_arguments(value, path, remote_code=trust.remote_code, unpinned=trust.unpinned)
         for key, item in value.items():
             yield from _check(item, (*path, key), trust)

@@ -9,11 +9,14 @@ from __future__ import annotations
 import os
 import re
 from collections.abc import Iterable, Iterator, Mapping
+from dataclasses import replace
 from typing import Any
 
+from dsjob.contract.access import ALLOWED, Access
 from dsjob.contract.paths import Path
 from dsjob.errors import Problem, TargetError
 from dsjob.trust import model_files
+from dsjob.trust.data_folders import check_links
 
 _LOADERS = {"from_pretrained": "pretrained_model_name_or_path", "load_dataset": "path"}
 _READERS = (*_LOADERS, "load_from_disk", "from_csv", "from_json", "from_parquet", "from_text")
@@ -24,6 +27,7 @@ _FOLDER = "name a local folder"
 _UNPINNED = "{!r} is a name on a hub, or a folder that does not exist"
 _IMPLEMENTATION = re.compile(r"_?(attn|experts)_implementation(_internal)?")
 # timm: types of models, arguments of its own loader, and prefixes of names on its hub.
+_DEPTH = 2  # of the files in a model's folder that a loader may read
 _KINDS = ("timm_backbone", "timm_wrapper", "rag")
 _TIMM_ARGUMENTS = ("checkpoint_path", "pretrained_cfg", "pretrained_cfg_overlay", "pretrained_strict")
 _TIMM_NAME = re.compile(r"(hf[-_]hub|local-dir|timm):.*", re.DOTALL)
@@ -55,6 +59,19 @@ def check_arguments(value: Mapping[str, Any], path: Path, *, remote_code: bool, 
     for place, below in folders if not _is_commit(value.get("revision")) else ():
         for what in _find_unpinned(below) if _loads_a_model(value) else ():
             yield Problem(what, (*path, *place), "unpinned", advice)
+
+
+def check_folders_of_models(value: Mapping[str, Any], path: Path, access: Access) -> Iterator[Problem]:
+    """Problems with what the local folders of models that the arguments name, and those that these name, lead to."""
+    for place, name in _find_names(value):
+        for folder in _find_folders(name, value) if _is_local(name) else ():
+            files = (model_files.list_named(found.value, found.file) for found in model_files.read_folder(folder))
+            others = dict.fromkeys(base for named in files for _, base in named if os.path.isdir(base))
+            for one in (folder, *others):
+                rule, message, hint = access.explain(one) if one in others else ALLOWED
+                found = [Problem(f"{folder} names {one}: {message}", (), rule, hint)] if rule else []
+                for problem in found or check_links(one, access, _DEPTH):
+                    yield replace(problem, path=(*path, *place))
 
 
 def needs_hub(value: Mapping[str, Any]) -> bool:

@@ -8,8 +8,6 @@ Readers may not be bound either (`_partial_`), because the loop would call them 
 
 from __future__ import annotations
 
-import fnmatch
-import os
 import re
 from collections.abc import Iterator, Mapping
 from typing import Any
@@ -18,6 +16,7 @@ from dsjob.contract.paths import Path
 from dsjob.contract.shown import shorten
 from dsjob.errors import Problem
 from dsjob.terminal import quote_word
+from dsjob.trust.places import ROWS, list_arguments
 
 _READERS = re.compile(
     r"dsjob\.text\.Text|datasets\.(load_\w+|Dataset\.from_\w+)|transformers\.(?!\w*DataCollator|default_data_collator|get_\w+|Adafactor)\w.*"
@@ -31,9 +30,6 @@ _OPTIONS = (
     "storage_options", "download_config", "proxies", "fs", "headers", "cookies", "endpoint_url", "client_kwargs",
     "trust_env",
 )  # fmt: skip
-_KERNEL = ("proc", "dev", "sys")  # folders whose files expose the state of processes and devices
-_FOLDERS = ("path", "data_dir", "data_files", "dataset_path", "source", "_args_")  # arguments that may not be "/"
-_ROWS = ("datasets.Dataset.from_dict", "datasets.Dataset.from_list")  # their arguments are data, not paths
 
 
 def is_reader(target: str, found: Any = None) -> bool:
@@ -85,68 +81,12 @@ def _is_configuration(target: str, place: Path, nested: str) -> bool:
 
 
 def check_options(value: Mapping[str, Any], path: Path) -> Iterator[Problem]:
-    """Problems with options of file systems and clients, and with kernel files, in the arguments of a listed
-    constructor, not including nested targets."""
+    """Problems with options of file systems and clients in the arguments of a listed constructor, not including nested
+    targets."""
     target = str(value["_target_"])
-    if target in _ROWS:
-        return
-    bases = _list_bases(value)
-    for place, item in _list_arguments(value):
-        key = place[-1]
-        if key in _OPTIONS and item is not None:
-            message = f"{key} can change where requests go and what they contain"
-            yield Problem(
-                message, (*path, *place), "request-option", f"leave it out, or run with --trust {quote_word(target)}"
-            )
-        elif isinstance(item, str) and key != "_target_":
-            paths = [os.path.join(base, local) for base in bases] if (local := _strip(item)) else []
-            if any(_names_kernel(one) or (place[0] in _FOLDERS and _resolve(one) == "/") for one in paths):
-                message = f"{shorten(item)} may name files in /proc, /dev or /sys"
-                yield Problem(message, (*path, *place), "kernel-file", "use a file or folder with data")
-
-
-def _list_arguments(value: Any, path: Path = ()) -> Iterator[tuple[Path, Any]]:
-    """All values in the arguments with their places, except inside refused options and nested targets."""
-    items = value.items() if isinstance(value, Mapping) else enumerate(value) if isinstance(value, list) else ()
-    for key, item in items:
-        yield (*path, key), item
-        if key not in _OPTIONS and not (isinstance(item, Mapping) and "_target_" in item):
-            yield from _list_arguments(item, (*path, key))
-
-
-def _list_bases(value: Mapping[str, Any]) -> list[str]:
-    """Folders to which paths in the arguments may be relative, including the current one ("")."""
-    listed = value.get("_args_")
-    firsts = [
-        value.get("path"),
-        value.get("pretrained_model_name_or_path"),
-        *(listed[:1] if isinstance(listed, list) else ()),
-    ]
-    bases = ["", *(_strip(first) for first in firsts if isinstance(first, str))]
-    inside = value.get("data_dir")
-    return bases + [os.path.join(base, _strip(inside)) for base in bases] if isinstance(inside, str) else bases
-
-
-def _names_kernel(path: str) -> bool:
-    """Whether a path or glob pattern leads into a kernel folder."""
-    for spelled in (path, os.path.normpath(path)):  # a link followed by ".." leads to different places
-        parts = spelled.split("/")
-        fixed = next((index for index, part in enumerate(parts) if re.search(r"[*?\[{]", part)), len(parts))
-        real = os.path.join(_resolve("/".join(parts[:fixed]) or ("/" if path.startswith("/") else ".")), *parts[fixed:])
-        first = real.lstrip("/").split("/")[0]
-        if "{" in first or any(fnmatch.fnmatchcase(name, first) for name in _KERNEL):
-            return not real.startswith("/dev/shm/")
-    return False
-
-
-def _strip(text: str) -> str:
-    """The path in a text; "" if it cannot be a path."""
-    local = re.sub(r"(?i)^\s*(file|local):(//)?", "", text)
-    return "" if "\0" in local or "://" in local else os.path.expanduser(local)
-
-
-def _resolve(path: str) -> str:
-    try:
-        return "/" + os.path.realpath(path).lstrip("/")
-    except (OSError, ValueError):  # not a valid file name
-        return path
+    for place, item in list_arguments(value):
+        inside = any(part in _OPTIONS for part in place[:-1])
+        if place[-1] in _OPTIONS and item is not None and not inside and target not in ROWS:
+            message = f"{place[-1]} can change where requests go and what they contain"
+            advice = f"leave it out, or run with --trust {quote_word(target)}"
+            yield Problem(message, (*path, *place), "request-option", advice)

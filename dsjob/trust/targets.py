@@ -19,6 +19,7 @@ from contextlib import contextmanager
 from types import ModuleType
 from typing import Any, TypeVar
 
+from dsjob.contract.access import restricting
 from dsjob.contract.environment import parse_reference
 from dsjob.contract.hints import suggest
 from dsjob.contract.paths import Path
@@ -76,7 +77,7 @@ def _call(target: Target, positional: Sequence[Any], trust: Trust, where: Path) 
             keywords["revision"] = commit
     if trusting.takes_literals(target.path, trust, function) and function.__module__.startswith("datasets."):
         passed = {"_target_": f"datasets.{function.__name__}", **keywords, "_args_": listed}
-        _require_trusted(target.path, check_data(passed, trust.protocols))
+        _require_trusted(target.path, check_data(passed, trust.access))
     misfits = find_misfits(target.path, function, len(listed), keywords, partial=partial)
     for misfit in misfits or find_wrong_types(target.path, function, keywords):
         error = TargetError(misfit.message, hint=misfit.hint)
@@ -85,8 +86,9 @@ def _call(target: Target, positional: Sequence[Any], trust: Trust, where: Path) 
         raise error
     if partial:
         return functools.partial(function, *listed, **keywords)
+    restricted = trust.access if trusting.is_restricted(target.path, trust, function) else None
     try:
-        with refuse_exits():
+        with refuse_exits(), restricting(restricted):
             return function(*listed, **keywords)
     except (Interrupted, Preempted):  # a signal arrived during the call; not the target's error
         raise

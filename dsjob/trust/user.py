@@ -4,20 +4,18 @@ from __future__ import annotations
 
 import importlib.machinery
 import os
-import pwd
-import re
 import stat
 import sys
 from dataclasses import dataclass
 from typing import Any, NamedTuple
 
 from dsjob import document as documents
+from dsjob.contract.access import RESOLVED_NAME, comes_from_elsewhere, find_other_owner, is_foreign, list_folders
 from dsjob.contract.deepspeed_keys import find_origin
 from dsjob.document import Document
 from dsjob.document.origins import PROGRAM, Composed
 from dsjob.document.places import place_problems
 from dsjob.errors import Problem, UsageError
-from dsjob.run_folder import RESOLVED_NAME
 from dsjob.terminal import quote_path
 from dsjob.trust.grant import SHARED, Trust, check_document
 
@@ -34,21 +32,28 @@ class Flags:
 
 
 def grant(file: Document | None, flags: Flags = Flags()) -> Trust:
-    """The trust for a job file (None: for a recipe), from the flags and from the user's config file."""
+    """The trust for a job file (None: for a recipe), from the flags and from the user's config file.
+
+    What the user names on the command line is added by `named.name_places`, once the document is composed."""
     folders, rejected = _list_folders(file)
+    granted, source = read_config(config_path()), file.source if file is not None else ""
     return Trust(
-        prefixes=(*flags.prefixes, *read_prefixes(config_path())),
+        prefixes=(*flags.prefixes, *granted.trust),
         folders=folders,
         rejected=rejected,
         local=file is None or not comes_from_elsewhere(file.source),
         remote_code=flags.remote_code,
         unpinned=flags.unpinned,
+        places=list_folders(source),
+        foreign=is_foreign(source),
+        # Variables that the user lets documents read are places that the user has chosen.
+        reads=tuple(filter(None, (os.environ.get(name) for name in granted.environment))),
     )
 
 
-def read_protocols() -> frozenset[str]:
-    """The protocols of URLs that the user's config file grants."""
-    return Trust(prefixes=read_prefixes(config_path())).protocols
+def read_granted() -> tuple[str, ...]:
+    """What the user's config file trusts."""
+    return Trust(prefixes=read_prefixes(config_path())).prefixes
 
 
 def _list_folders(file: Document | None) -> tuple[tuple[str, ...], tuple[tuple[str, str], ...]]:
@@ -67,13 +72,13 @@ def _list_folders(file: Document | None) -> tuple[tuple[str, ...], tuple[tuple[s
     if file is not None and os.path.basename(file.source) == RESOLVED_NAME:
         resolved = file.value.get("resolved")
         source = resolved.get("file") if isinstance(resolved, dict) else None
-        if isinstance(source, str) and (owner := _find_other_owner(file.source)):
+        if isinstance(source, str) and (owner := find_other_owner(file.source)):
             rejected[os.path.dirname(os.path.abspath(source))] = f"{file.source} belongs to {owner}"
             source = None
     if not isinstance(source, str) or comes_from_elsewhere(source) or not os.path.isfile(source):
         return current, tuple(rejected.items())
     folder = os.path.dirname(os.path.abspath(source))
-    if owner := _find_other_owner(source):
+    if owner := find_other_owner(source):
         rejected.setdefault(folder, f"{source} belongs to {owner}")
     elif why := _find_stranger(folder):
         rejected[folder] = why
@@ -92,7 +97,7 @@ def _find_stranger(folder: str) -> str:
     for entry in os.scandir(folder):
         importable = entry.name.endswith(_IMPORTABLE) or (entry.name.isidentifier() and entry.is_dir())
         if importable and os.path.exists(entry) and not {os.lstat(entry).st_uid, os.stat(entry).st_uid} <= trusted:
-            return f"{SHARED}, and {entry.name} belongs to {_find_other_owner(entry.path)}"
+            return f"{SHARED}, and {entry.name} belongs to {find_other_owner(entry.path)}"
     return ""
 
 
@@ -101,31 +106,6 @@ def find_program() -> str | None:
     program = sys.modules["__main__"]
     file = getattr(program, "__file__", None)
     return os.path.abspath(file) if file and program.__spec__ is None else None
-
-
-def _find_other_owner(path: str) -> str:
-    """The owner of a file, if that is another user; otherwise empty."""
-    owner = os.stat(path).st_uid if os.path.exists(path) else os.geteuid()
-    if owner == os.geteuid():
-        return ""
-    try:
-        return f"the user {pwd.getpwuid(owner).pw_name}"
-    except KeyError:
-        return f"the user with the id {owner}"
-
-
-def comes_from_elsewhere(source: str) -> bool:
-    """Whether a document may not name local modules, because it is read from a URL, is in a checkpoint's folder, or is
-    a run's `resolved.json` that belongs to another user. Other local files count as the user's own."""
-    if "://" in source:
-        return True
-    path = os.path.realpath(source)
-    folder = os.path.dirname(path)
-    if re.fullmatch(r".+-a\d{4,}", os.path.basename(folder)):
-        return True
-    if all(os.path.lexists(os.path.join(folder, name)) for name in ("manifest.json", "state.json")):
-        return True
-    return os.path.basename(path) == RESOLVED_NAME and bool(_find_other_owner(path))
 
 
 def list_untrusted(composed: Composed, resolved: dict[str, Any], trust: Trust) -> list[Problem]:

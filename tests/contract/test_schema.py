@@ -41,6 +41,7 @@ OWN_KEYWORDS = {
     "x-replaced-by",
     "x-deepspeed",
     "x-inherits",
+    "x-place",
 }
 KEYS = (Path(__file__).parents[1] / "data" / "deepspeed_keys.txt").read_text().splitlines()
 TYPES = {

@@ -8,6 +8,7 @@ from typing import Any
 
 import pytest
 
+from dsjob.contract.access import Access
 from dsjob.contract.spec import Target
 from dsjob.errors import TargetError
 from dsjob.trust.data_folders import check_data
@@ -26,7 +27,7 @@ def folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
 
 
 def find(arguments: dict[str, Any], target: str = LOAD, protocols: frozenset[str] = frozenset()) -> list[str]:
-    return [problem.rule for problem in check_data({"_target_": target, **arguments}, protocols)]
+    return [problem.rule for problem in check_data({"_target_": target, **arguments}, Access(protocols=protocols))]
 
 
 def write_card(files: str) -> None:

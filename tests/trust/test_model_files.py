@@ -121,8 +121,8 @@ def test_a_file_is_not_too_large_to_be_checked() -> None:
 @pytest.mark.parametrize("same", [True, False])
 def test_decoys_do_not_hide_a_model_from_the_check(same: bool, folder: Path) -> None:
     write("evil/config.json", {**HARMLESS, "_attn_implementation": "x/kernel"})
-    decoys = ["/etc" if same else f"./decoys/{number}" for number in range(10)]
-    for decoy in decoys if not same else ():
+    decoys = [f"./decoys/{0 if same else number}" for number in range(10)]
+    for decoy in decoys:
         write(f"{decoy}/config.json", HARMLESS)
     nested = [{"use_pretrained_backbone": True, "backbone": decoy} for decoy in decoys]
     write("m/config.json", {**HARMLESS, "use_pretrained_backbone": True, "backbone": "./evil", "decoys": nested})

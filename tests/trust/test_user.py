@@ -76,11 +76,14 @@ def test_the_document_and_the_environment_grant_nothing(installed: Path) -> None
     assert "trust: unknown key" in dsjob("cfg.json", cwd=installed, PYTHONPATH=site).stderr
 
 
-def test_validate_warns_and_shows_the_flag(installed: Path) -> None:
-    done = dsjob("validate", "cfg.json", cwd=installed, PYTHONPATH=str(installed.parent / "site"))
-    assert done.returncode == 0
-    assert "cfg.json:3:5: warning[untrusted-target]: model._target_: vendor_model.build is not trusted" in done.stdout
-    assert "--trust vendor_model.build" in done.stdout
+def test_validate_fails_where_run_would_refuse_and_shows_the_flag(installed: Path) -> None:
+    site = str(installed.parent / "site")
+    done = dsjob("validate", "cfg.json", cwd=installed, PYTHONPATH=site)
+    assert done.returncode == 2
+    assert "cfg.json:3:5: error[untrusted-target]: model._target_: vendor_model.build is not trusted" in done.stderr
+    assert "--trust vendor_model.build" in done.stderr
+    granted = dsjob("validate", "cfg.json", "--trust", "vendor_model.build", cwd=installed, PYTHONPATH=site)
+    assert (granted.returncode, granted.stdout) == (0, "cfg.json: ok\n")
 
 
 def test_an_explicit_grant_is_the_users_own_decision(job: Path) -> None:
@@ -261,7 +264,7 @@ def test_modules_beside_another_users_job_file_are_rejected_with_the_reason(job:
         os.chown(folder / name, 65534, 65534)
     why = f"my_model is in {folder}, which is not searched: {folder}/cfg.json belongs to the user "
     told = dsjob("validate", f"{folder}/cfg.json", cwd=elsewhere)
-    assert f"warning[untrusted-target]: model._target_: my_model.build is not trusted: {why}" in told.stdout
+    assert f"error[untrusted-target]: model._target_: my_model.build is not trusted: {why}" in told.stderr
     done = dsjob("run", f"{folder}/cfg.json", cwd=elsewhere, fresh=True)
     assert done.returncode == 2
     assert f"cfg.json:3:5: error[untrusted-target]: model._target_: my_model.build is not trusted: {why}" in done.stderr
@@ -281,15 +284,15 @@ def test_modules_beside_another_users_job_file_are_rejected_with_the_reason(job:
 def test_a_folder_that_strangers_write_to_is_not_searched(job: Path) -> None:
     told = partial(dsjob, "validate", "cfg.json", cwd=job)
     job.chmod(0o777)
-    assert "untrusted-target" not in told().stdout  # all of it is the user's own
+    assert told().returncode == 0  # all of it is the user's own
     (job / "triton.py").write_text("open('ran', 'w')")
     os.chown(job / "triton.py", 65534, 65534)
     why = f"my_model is in {job}, which is not searched: anyone can write to it, and triton.py belongs to the user "
-    assert why in told().stdout
-    assert "move the job to a folder that only you can write to" in told().stdout
+    assert why in told().stderr
+    assert "move the job to a folder that only you can write to" in told().stderr
     done = dsjob("run", "cfg.json", cwd=job, fresh=True)
     assert done.returncode == 2
     assert why in done.stderr
     assert not (job / "ran").exists()
     job.chmod(0o755)
-    assert "untrusted-target" not in told().stdout  # whoever owns the folder has put it there
+    assert told().returncode == 0  # whoever owns the folder has put it there

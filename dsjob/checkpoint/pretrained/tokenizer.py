@@ -14,6 +14,7 @@ from collections.abc import Collection, Iterator
 from typing import Any
 
 from dsjob.checkpoint.format import zero_to_fp32 as layout
+from dsjob.contract.access import Access
 from dsjob.errors import UsageError
 
 FILES = {
@@ -56,6 +57,8 @@ def find_tokenizer(job: Any, root: str) -> tuple[dict[str, bytes], str]:
     ((name, revision),) = named.items()
     try:
         if os.path.isdir(name):
+            if private := Access().explain(name)[1]:
+                raise UsageError(private)
             files, place = _read(name, name), repr(os.path.abspath(name))
         else:
             files, place = _read_cached(name, revision), "the cache of the hub's client"

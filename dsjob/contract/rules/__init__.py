@@ -57,8 +57,15 @@ _SHAPE = {
     "untrusted-protocol": "Opening a URL runs the code for its protocol. A protocol that is not on dsjob's list needs "
     "--trust protocol:NAME.",
     "chained-url": "A URL that chains file systems (a::b) can run code, or reach what its parts alone may not.",
-    "outside-folder": "A library that is given a folder for its files writes there. A document can come from anyone, "
-    "so it may only choose folders below the current one.",
+    "outside-folder": "A document can come from anyone. A library that a document gives a folder for its files writes "
+    "only below the current one. A document from elsewhere (a URL, a checkpoint, another user) reads only below its "
+    "own folder and the current one, and writes only below the current one.",
+    "private-file": "A document can come from anyone, and could send away what it reads. So it names no hidden files "
+    "and folders, no keys, and no folders of the system, unless the user does.",
+    "credentials": "A library sends the credentials of the environment to the server that it is given. So the user, "
+    "and not only the document, must have chosen this server.",
+    "metadata-server": "Machines of a cloud get their credentials from a server with a fixed address. A document could "
+    "send them away.",
     "nested-target": "What a target reads from a file could be sent away, or could be a path that no rule has checked.",
     "bound-reader": "A constructor that reads files would read any file that a sample names.",
     "request-option": "These options send headers, cookies and credentials, or redirect a request to another server.",
