@@ -127,6 +127,17 @@ def test_a_damaged_file_of_a_run_is_told(text: str, tmp_path: Path) -> None:
             read(str(tmp_path))
 
 
+def test_a_result_that_no_run_has_written_stays(tmp_path: Path) -> None:
+    """A document may name any folder as output.dir."""
+    (tmp_path / "result.json").write_text('{"accuracy": 1}')
+    with pytest.raises(StorageError, match="no run has written this file"):
+        run_folder.write_resolved(str(tmp_path), {})
+    assert sorted(path.name for path in tmp_path.iterdir()) == ["result.json"]
+    (tmp_path / "result.json").write_text('{"status": "failed"}')
+    run_folder.write_resolved(str(tmp_path), {})
+    assert sorted(path.name for path in tmp_path.iterdir()) == ["resolved.json"]
+
+
 def test_a_folder_in_the_place_of_the_result_stays(tmp_path: Path) -> None:
     (tmp_path / "result.json").mkdir()
     (tmp_path / "result.json" / "kept").write_text("x")

@@ -9,8 +9,10 @@ from collections.abc import Sequence
 
 from dsjob import storage
 from dsjob.contract.monitors import MonitorFiles
-from dsjob.files import append_bytes, explained, open_append
+from dsjob.files import append_bytes, explained, open_append, open_read
 from dsjob.monitors.monitor import Event, Monitor, Series
+
+_LONGEST = 4096  # bytes of a header
 
 
 class CsvMonitor(Monitor):
@@ -41,12 +43,22 @@ class CsvMonitor(Monitor):
 
 def _cut(path: str, samples: int) -> None:
     """Moves the rows behind `samples`, and one that a kill has truncated, to `NAME.csv.superseded`: they may be those
-    of another run that had the same output_path and job_name."""
+    of another run that had the same output_path and job_name. Leaves files that no monitor has written."""
+    if not _is_own(path):
+        return
     lines = storage.read_text(path).splitlines(keepends=True)
     behind = [line for line in lines if not _is_kept(line, samples)]
     if behind:
         append_bytes(f"{path}.superseded", "".join(behind).encode())
         storage.write_bytes(path, "".join(line for line in lines if _is_kept(line, samples)).encode())
+
+
+def _is_own(path: str) -> bool:
+    """Whether the header of a file is that of a monitor: `step`, and the end of the file's name."""
+    with open_read(path) as file:
+        header = next(csv.reader([file.readline(_LONGEST).decode(errors="replace")]), [])
+    name = os.path.basename(path).removesuffix(".csv")
+    return len(header) == 2 and header[0] == "step" and name.endswith(header[1].replace(" ", "_"))
 
 
 def _is_kept(line: str, samples: int) -> bool:

@@ -18,15 +18,11 @@ from typing import Any, Literal, TypeVar
 import torch
 from torch import nn
 
-from dsjob import storage
 from dsjob.callbacks.callback import Callback
-from dsjob.checkpoint.live.checkpointer import Checkpointer
-from dsjob.checkpoint.live.objects import Kept
-from dsjob.checkpoint.root.retention import Best, Retention
 from dsjob.contract.models import is_trainable
 from dsjob.contract.paths import Path
 from dsjob.contract.resolved import ResolvedJob, ResolvedModel
-from dsjob.contract.spec import Checkpoint, JobSpec, Target, make_target
+from dsjob.contract.spec import JobSpec, Target, make_target
 from dsjob.contract.spec import Trainer as Lengths
 from dsjob.engine.choice import build_job_engine
 from dsjob.engine.several import Engines
@@ -369,24 +365,3 @@ def build_monitors(spec: JobSpec, world: World, trust: Trust) -> dict[str, Monit
 
     on_rank_0(world.everyone, build)
     return made
-
-
-def build_checkpointer(job: ResolvedJob, run_dir: str, world: World, objects: Kept | None = None) -> Checkpointer:
-    """The checkpointer of a run, for `checkpoint.dir` or the folder `checkpoints` in `run_dir`. Does no I/O yet.
-
-    `objects`: callbacks, metrics and data whose state is saved in checkpoints.
-    """
-    section = job.spec.checkpoint
-    return Checkpointer(
-        section.dir or storage.join(run_dir, "checkpoints"),
-        world=world,
-        retention=_build_retention(section),
-        job=job.document,
-        single_writer=section.single_writer,
-        timeout=job.spec.launch.timeout,
-        objects=objects,
-    )
-
-
-def _build_retention(section: Checkpoint) -> Retention:
-    return Retention(section.keep, section.keep_every, Best.of(section.best))

@@ -31,6 +31,7 @@ from dsjob.terminal import format_traceback, quote_path, quote_word
 from dsjob.torch_private.compile_cache import use_private_cache
 from dsjob.training import build, loop
 from dsjob.training.advice import note_few_samples, train_longer
+from dsjob.training.checkpoints import build_checkpointer
 from dsjob.training.directions import settle_best
 from dsjob.training.display import Display, make_display, show_seconds
 from dsjob.training.loaders import build_collate, build_evaluation_sets, build_training_data, share_samples
@@ -192,7 +193,7 @@ def _prepare(
         max_steps=steps,
         passed=passed,
         parts=parts,
-        checkpointer=build.build_checkpointer(job, run_dir, world, kept),
+        checkpointer=build_checkpointer(job, run_dir, world, kept),
         occasions=_watch_occasions(spec, run_dir, world, requests, passed),
         requests=requests,
         folder=run_dir,

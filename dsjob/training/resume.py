@@ -66,6 +66,9 @@ def resume(run: Run, job: ResolvedJob) -> Loaded | None:
     seed = run.spec.trainer.seed
     loaded = checkpointer.load(run.savable, tag=tag, seed=seed) if tag else _load_newest(run, tags)
     _follow_changes(run, loaded, job)
+    if others := checkpointer.list_others():
+        what = f"{len(others)} checkpoint{'s' * (len(others) > 1)} of another run, such as {others[-1]}"
+        run.say("note", f"{checkpointer.url} has {what}: this run deletes only its own")
     # A run that went back must not resume from the newer checkpoints later.
     if tag is not None and tags and tags[0] != loaded.tag:
         checkpointer.set_aside(newer_than=loaded.step)

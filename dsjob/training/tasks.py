@@ -23,6 +23,7 @@ from dsjob.ranks.seeding import seed_rng
 from dsjob.ranks.watchdog import position
 from dsjob.run_folder import append_given, write_resolved, write_result
 from dsjob.training import build
+from dsjob.training.checkpoints import build_checkpointer
 from dsjob.training.display import Display
 from dsjob.training.evaluation import Evaluator, name_data
 from dsjob.training.loaders import build_collate, build_evaluation_sets
@@ -156,7 +157,7 @@ def run_alone(job: ResolvedJob, run_dir: str, world: World, display: Display, tr
 def _load(job: ResolvedJob, engines: Engines, run_dir: str, world: World, say: Say) -> Source:
     """Loads the weights that `checkpoint.resume` names. Raises NoCheckpointError, CheckpointError."""
     spec, savable = job.spec, engines if job.spec.models else engines.first
-    checkpointer = build.build_checkpointer(job, run_dir, world)
+    checkpointer = build_checkpointer(job, run_dir, world)
     url = _find_url(spec, checkpointer)
     if url is None:
         say("note", "there is no checkpoint: the model is used as it was built")

@@ -106,6 +106,29 @@ def test_csv_files_have_deepspeeds_names_and_columns(tmp_path: Path) -> None:
     assert [int(row.split(",")[0]) for row in aside] == [40, 48]  # what the killed run has taken after step 4
 
 
+def test_csv_files_that_no_monitor_has_written_stay(tmp_path: Path) -> None:
+    """A document may name any folder as output_path."""
+    texts = {"table.csv": "step,name\n1,a\n9000,b\n", "x.csv": "step\n9000\n", "lr.csv": "", "a_lr.csv": "step,lr,x\n"}
+    (tmp_path / "logs" / "a").mkdir(parents=True)
+    for name, text in texts.items():
+        (tmp_path / "logs" / "a" / name).write_text(text)
+    make(tmp_path, {"csv_monitor": {"enabled": True, "output_path": "logs", "job_name": "a"}})
+    assert dsjob("cfg.json", cwd=tmp_path).returncode == 0
+    assert {name: (tmp_path / "logs" / "a" / name).read_text() for name in texts} == texts
+    assert not list((tmp_path / "logs" / "a").glob("*.superseded"))
+
+
+@pytest.mark.parametrize("monitor", ["csv_monitor", "tensorboard"])
+def test_a_monitors_folder_does_not_lead_out_of_its_path(monitor: str, tmp_path: Path) -> None:
+    (folder := tmp_path / "job").mkdir()
+    make(folder, {monitor: {"enabled": True, "output_path": "logs", "job_name": "../../out"}})
+    for command in ("validate", "run"):
+        done = dsjob(command, "cfg.json", cwd=folder)
+        assert done.returncode == 2
+        assert f"error[outside-folder]: monitor.{monitor}.job_name: ../../out: leads out of output_path" in done.stderr
+    assert not (tmp_path / "out").exists()
+
+
 def test_folders_of_runs_differ(tmp_path: Path) -> None:
     make(tmp_path, {"csv_monitor": {"enabled": True, "output_path": "logs"}})
     for name in ("first", "second"):

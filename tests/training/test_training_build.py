@@ -21,6 +21,7 @@ from dsjob.document.resolve import complete_job
 from dsjob.errors import ContractError, DataError
 from dsjob.ranks.mesh import World, join_world
 from dsjob.training import build
+from dsjob.training.checkpoints import build_checkpointer
 from dsjob.training.loaders import build_collate, build_evaluation_sets, build_training_data
 from dsjob.trust.grant import Trust
 
@@ -39,7 +40,7 @@ def evaluate(job: ResolvedJob, folder: Path | str, world: World) -> tuple[dict[s
     engines = build.build_engines(build.build_models(job, TRUST), job, world, TRUST)
     assert engines.first.optimizer is None
     assert engines.first.lr_scheduler is None
-    build.build_checkpointer(job, str(folder), world).load(engines.first, optimizer=False, scheduler=False)
+    build_checkpointer(job, str(folder), world).load(engines.first, optimizer=False, scheduler=False)
     sets = build_evaluation_sets(job.spec, world, build_collate(job.spec, TRUST), TRUST, "eval")
     evaluator = build.build_evaluator(job.spec, engines, sets, TRUST)
     return evaluator.evaluate(), dict(engines.first.module.state_dict())
@@ -140,9 +141,9 @@ def test_callbacks_alone(tmp_path: Path) -> None:
 
 def test_a_checkpointer_alone_touches_nothing(tmp_path: Path) -> None:
     world = join_world(device="cpu")
-    checkpointer = build.build_checkpointer(make(tmp_path), str(tmp_path), world)
+    checkpointer = build_checkpointer(make(tmp_path), str(tmp_path), world)
     assert checkpointer.url == f"{tmp_path}/checkpoints"
     assert checkpointer.tags() == []
     assert list(tmp_path.iterdir()) == []
     elsewhere = make(tmp_path, checkpoint={"dir": "memory://kept"})
-    assert build.build_checkpointer(elsewhere, str(tmp_path), world).url == "memory://kept"
+    assert build_checkpointer(elsewhere, str(tmp_path), world).url == "memory://kept"

@@ -20,6 +20,7 @@ from dsjob.checkpoint.live.loading import Loader, Take
 from dsjob.checkpoint.live.objects import Kept
 from dsjob.checkpoint.live.prepared import PreparedSave
 from dsjob.checkpoint.live.shards import write_shard
+from dsjob.checkpoint.root.attempts import Lineage
 from dsjob.checkpoint.root.catalog import Catalog, noting
 from dsjob.checkpoint.root.claimed import ClaimedRoot
 from dsjob.checkpoint.root.retention import Retention
@@ -42,6 +43,7 @@ class Checkpointer:
         *,
         world: World,
         retention: Retention | None = None,
+        lineage: Lineage | None = None,
         job: Mapping[str, Any] | None = None,
         single_writer: bool = False,
         timeout: float = 1800.0,
@@ -52,7 +54,9 @@ class Checkpointer:
         self._everyone = world.everyone
         self._timeout = timeout
         self._catalog = Catalog(url)
-        self._root = ClaimedRoot(self._catalog, retention or Retention(), single_writer=single_writer)  # for rank 0
+        self._root = ClaimedRoot(  # for rank 0
+            self._catalog, retention or Retention(), lineage or Lineage(), single_writer=single_writer
+        )
         self._loader = Loader(url, world, self._catalog, objects)
         self._capture, self._staging = Capture(world, objects), Staging()
         self._background: Background | None = None
@@ -74,6 +78,10 @@ class Checkpointer:
     def tags(self) -> list[str]:
         """See Catalog.tags."""
         return on_rank_0(self._everyone, self._catalog.tags)
+
+    def list_others(self) -> list[str]:
+        """See ClaimedRoot.list_others. Call `open` first."""
+        return on_rank_0(self._everyone, self._root.list_others)
 
     def rated(self) -> list[dict[str, Any]]:
         """Step, tag, folder and metrics of all checkpoints that have metrics."""

@@ -187,7 +187,8 @@ class Catalog:
             storage.delete(storage.join(self.url, folder))
 
     def retire(self, retention: Retention, attempt: Attempt | None = None) -> None:
-        """Deletes the checkpoints that `retention` does not keep, and sets aside late commits of fenced attempts.
+        """Deletes the checkpoints of this run that `retention` does not keep, and sets aside late commits of fenced
+        attempts.
 
         Raises FencedError if `attempt` itself is fenced: the checkpoints then belong to the newer run.
         """
@@ -197,7 +198,7 @@ class Catalog:
         for record in self.records():
             if attempt is not None and _is_stray(record, attempt):
                 self._set_aside(record)
-            else:
+            elif attempt is None or attempt.owns(record["attempt"]):
                 records.append(record)
         for old in retention.expired(records, storage.list_names(storage.join(self.url, "pinned"))):
             if attempt is not None:  # deletions take time; a newer run may have begun, and need these checkpoints
@@ -235,12 +236,17 @@ class Catalog:
                 self._set_aside({"tag": tag, "dir": tag})
 
     def set_aside(self, newer_than: int, attempt: Attempt | None = None) -> None:
-        """Moves the commit records of later steps to `superseded`, for a run that rewinds to the step `newer_than`."""
+        """Moves the commit records of later steps to `superseded`, for a run that rewinds to the step `newer_than`.
+
+        Raises CheckpointError if another run has saved one of them."""
         if attempt is not None:
             attempt.require_newest()
-        for record in self.records():
-            if record["step"] > newer_than and not _is_newer(record, attempt):
-                self._set_aside(record)
+        later = [one for one in self.records() if one["step"] > newer_than and not _is_newer(one, attempt)]
+        if attempt is not None and (others := [one["tag"] for one in later if not attempt.owns(one["attempt"])]):
+            hint = "save to another folder (checkpoint.dir), or name this one on the command line: checkpoint.dir=..."
+            raise CheckpointError(f"{self.url} has a later checkpoint of another run, {others[-1]}", hint=hint)
+        for record in later:
+            self._set_aside(record)
 
     def _set_aside(self, record: Mapping[str, Any]) -> None:
         # Copy the record before deleting it: a crash in between leaves both, and never neither.

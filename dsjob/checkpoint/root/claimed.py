@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 from typing import Any
 
-from dsjob.checkpoint.root.attempts import Attempt, claim, claim_once
+from dsjob.checkpoint.root.attempts import Attempt, Lineage, claim, claim_once
 from dsjob.checkpoint.root.catalog import Catalog, noting
 from dsjob.checkpoint.root.garbage import clear
 from dsjob.checkpoint.root.retention import Retention
@@ -18,13 +18,14 @@ class ClaimedRoot:
     Once claimed, every change raises FencedError if a newer run has claimed the root since.
     """
 
-    def __init__(self, catalog: Catalog, retention: Retention, *, single_writer: bool) -> None:
+    def __init__(self, catalog: Catalog, retention: Retention, lineage: Lineage, *, single_writer: bool) -> None:
         self._catalog, self._retention, self._single_writer = catalog, retention, single_writer
+        self._lineage = lineage
         self._attempt: Attempt | None = None
 
     def claim(self) -> tuple[str, ...]:
         """Begins a new attempt, and deletes the unfinished saves of older ones. Returns what could not be deleted."""
-        self._attempt = claim(self._catalog.url, single_writer=self._single_writer)
+        self._attempt = claim(self._catalog.url, single_writer=self._single_writer, lineage=self._lineage)
         return clear(self._catalog.url, self._attempt)
 
     def name_folder(self, tag: str) -> str:
@@ -60,6 +61,11 @@ class ClaimedRoot:
             raise
         except DsjobError:  # likely the same cause as the failed save; the next run deletes what is left
             pass
+
+    def list_others(self) -> list[str]:
+        """The tags of checkpoints that other runs have saved. They stay."""
+        owned = self._own().owns
+        return [record["tag"] for record in self._catalog.records() if not owned(record["attempt"])]
 
     def set_aside(self, *, newer_than: int) -> None:
         """See Catalog.set_aside."""

@@ -30,6 +30,7 @@ PLACES = ("attempts", "commits", "pinned", "superseded")  # the folders of a roo
 TEMPORARY = re.compile(r".+\.[0-9a-f]{32}\.tmp|(.+/)?\.[^/]+\.[0-9a-f]{8}\.tmp")
 RECORD = re.compile(r"superseded/([^/]+)\.json")  # the record of a checkpoint that was set aside; by folder, or by tag
 UNREAD = "the commit record of its tag is unreadable, or was set aside as damaged"
+OTHERS = "another run has written it"
 NEEDED = "the commit record of its tag names this folder, or one that is missing"
 
 
@@ -99,6 +100,8 @@ def find_garbage(url: str, *, older_than: float, asking: Attempt | None = None) 
         # The order of these cases matters: a fenced save may go however recent it is, unless a record may name it.
         if entry.state == "partial" and entry.tag in unread:
             kept = UNREAD
+        elif asking is not None and not asking.owns(_read_number(entry)):
+            kept = OTHERS
         elif asking is not None and _is_fenced(entry, asking):
             kept = ""
         if entry.state == "partial" and not kept and not _is_unused(url, entry):
