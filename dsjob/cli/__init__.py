@@ -48,7 +48,7 @@ dsjob: train PyTorch models from a job document
   --config-dir DIR, --hydra-help,
   -sc install=bash                       as in every Hydra program
   --trust PREFIX                         trust a module or callable
-  --trust protocol:NAME, folder:PATH     allow a protocol of URLs; allow writing to a folder
+  --trust protocol:NAME, folder:PLACE    allow a protocol of URLs; a folder or bucket
   --trust-remote-code, --unpinned        allow code from a hub; hub names without a revision
   --quiet, --json                        of a run: show only problems; print JSON lines
   --smoke                                of a run: first try a few steps, a save and a resume

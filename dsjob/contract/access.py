@@ -42,14 +42,19 @@ from dsjob.errors import Problem
 from dsjob.terminal import quote_word
 
 RESOLVED_NAME = "resolved.json"  # the document in a run's folder
+PLACE_RULES = ("private-file", "outside-folder", "kernel-file")
 ALLOWED: Refusal = ("", "", "")
 _LOCAL = re.compile(r"(?i)^\s*(file|local):(//)?")  # as fsspec reads it
 _KERNEL = ("/proc", "/dev", "/sys")
 _SYSTEM = ("/etc", "/run", "/var/mail", "/var/spool", "/boot", "/Library", os.path.expanduser("~/Library"))
 _PROGRAMS = ("/usr", "/bin", "/sbin", "/lib", "/lib64")  # which documents may read
 _OPEN = ("/dev/shm", "/run/media")
-# Hidden folders of tools that keep data in them, and link to it.
-_DATA_STORES = ((".dvc", "cache"), (".git", "annex"))
+# Hidden folders in which tools keep data, and nothing else: what is in them is not hidden.
+_DATA_FOLDERS = (".shortcut-targets-by-id", ".snapshot", ".snapshots", ".zfs")
+_DATA_STORES = (
+    *((".dvc", "cache"), (".git", "annex"), (".keras", "datasets")),
+    *((".cache", name) for name in ("kagglehub", "modelscope", "torch")),
+)
 _KEY_FILE = re.compile(
     r"(?i)id_(rsa|dsa|ecdsa|ed25519)(_sk)?|krb5cc_.*|_netrc|kubeconfig|.+\.(pem|key|p12|pfx|jks|keystore|kdbx?|keytab|ppk)"
     r"|(.*[._-])?(credentials|service[_-]account.*|client_secret.*)(\.json|\.csv|\.db)?"
@@ -131,8 +136,8 @@ class Access:
         roots = [root for root in (*named, *self._folders, *self._given_folders) if is_below(real, root)]
         parts = os.path.relpath(real, max(roots, key=len, default="/")).split("/")
         for index, part in enumerate(parts):
-            kept = tuple(parts[index : index + 2]) in _DATA_STORES or (write and part == ".cache")
-            if is_hidden(part) and not kept:
+            kept = part in _DATA_FOLDERS or tuple(parts[index : index + 2]) in _DATA_STORES
+            if is_hidden(part) and not (kept or (write and part == ".cache")):
                 return f"hidden files and folders, such as {part}, are private"
         if real not in named and (is_key_file(os.path.basename(real)) or real in self._credentials):
             return "files of keys and credentials are private"
@@ -320,7 +325,7 @@ def check_keys(document: Mapping[str, Any], access: Access) -> Iterator[Problem]
                 yield Problem(message, (*path[:-1], "job_name"), "outside-folder", "name a folder below it")
             place = os.path.join(place, job_name)
         rule, message, hint = access.explain(place, write=mark == "write")
-        if path == ("checkpoint", "dir") and not _trains(document):  # an evaluation only reads it
+        if path == ("checkpoint", "dir") and not has_task(document, "train"):  # an evaluation only reads it
             rule = rule and access.explain(place)[0]
         if rule:
             yield Problem(f"{shorten(place)}: {message}", path, rule, hint)
@@ -345,8 +350,10 @@ def _find_places(value: Mapping[str, Any], schema: contract.Schema, path: Path) 
             yield from _find_places(item, below, (*path, key))
 
 
-def _trains(document: Mapping[str, Any]) -> bool:
-    return "train" in (document.get("tasks") or ["train"])
+def has_task(document: Mapping[str, Any], task: str) -> bool:
+    """Whether a task is one of a document, which may be malformed."""
+    tasks = document.get("tasks") or ["train"]
+    return isinstance(tasks, list) and task in tasks
 
 
 def _is_used(document: Mapping[str, Any], path: Path, value: str) -> bool:
@@ -356,7 +363,7 @@ def _is_used(document: Mapping[str, Any], path: Path, value: str) -> bool:
     if path[-1] == "nvme_path":
         return bool(get_at(document, (*path[:-1], "device")) == "nvme")
     if path == ("predict", "dir"):
-        return "predict" in (document.get("tasks") or ())
+        return has_task(document, "predict")
     if path[-1] == "output_path":
-        return _trains(document) and value != "" and get_at(document, (*path[:-1], "enabled")) is True
+        return has_task(document, "train") and value != "" and get_at(document, (*path[:-1], "enabled")) is True
     return True

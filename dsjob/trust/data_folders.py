@@ -13,7 +13,7 @@ import re
 from collections.abc import Iterator, Mapping
 from dataclasses import replace
 from itertools import islice
-from typing import Any
+from typing import Any, NamedTuple
 
 from dsjob import document as documents
 from dsjob.contract.access import ALLOWED, Access, is_hidden, is_key_file
@@ -33,10 +33,23 @@ _QUICK = 1_000  # entries of folders that the check of a document looks at
 _ALL = re.compile(r".*", re.DOTALL)
 _TEXTS = r"(?i).*\.(jsonl|ndjson|json|csv|tsv|parquet|pq|txt|text|md)(\.gz)?"
 _PATTERN = "*.py"  # the default of ByteText
-# dsjob's readers of folders: the argument, how many levels they read, and which names (none: those of `pattern`).
-_FOLDERS: dict[str, tuple[tuple[str, int | None, str], ...]] = {
-    "dsjob.text.Text": (("source", 1, _TEXTS),),
-    "dsjob.recipes.text.ByteText": (("path", None, ""),),
+
+
+class _Reader(NamedTuple):
+    """A reader of folders that is dsjob's own: its positional arguments, and which of them is the folder; how many
+    levels it reads (None: all), and which names (none: those of its `pattern`); whether it reads what `datasets` has
+    saved."""
+
+    positional: tuple[str, ...]
+    at: int
+    depth: int | None
+    names: str
+    saved: bool
+
+
+_READERS = {
+    "dsjob.text.Text": _Reader(("source",), 0, 1, _TEXTS, True),
+    "dsjob.recipes.text.ByteText": _Reader(("split", "context", "max_bytes", "path", "pattern"), 3, None, "", False),
 }
 _LOADERS = {"load_dataset": "path", "load_from_disk": "dataset_path"}
 
@@ -45,13 +58,19 @@ def check_contents(value: Mapping[str, Any], path: Path, access: Access) -> Iter
     """Problems with the contents of the folders of data that a target names, as far as a quick look shows them: a
     folder may be large. Readers look at each file that they open. `path`: the target's place."""
     target = str(value["_target_"])
-    for key, depth, names in _FOLDERS.get(target, ()):
-        named = value.get(key)
-        pattern = re.compile(names or fnmatch.translate(str(value.get("pattern", _PATTERN))))
+    if not isinstance(value.get("_args_", []), list):
+        return  # reported already
+    if reader := _READERS.get(target):
+        arguments = {**dict(zip(reader.positional, value.get("_args_", []), strict=False)), **value}
+        names = re.compile(reader.names or fnmatch.translate(str(arguments.get("pattern", _PATTERN))))
+        named = arguments.get(key := reader.positional[reader.at])
         for folder in named if isinstance(named, list) else [named]:
             if isinstance(folder, str) and os.path.isdir(local := strip(folder)):
-                for problem in check_links(local, access, depth, pattern, follow=False, most=_QUICK):
-                    yield replace(problem, path=(*path, key))
+                # A folder that `datasets` has saved is read as a whole.
+                saved = reader.saved and os.path.isfile(os.path.join(local, "state.json"))
+                looked = (None, _ALL) if saved else (reader.depth, names)
+                for problem in check_links(local, access, *looked, follow=bool(saved), most=_QUICK):
+                    yield replace(problem, path=(*path, key if key in value else "_args_"))
     if target.startswith("datasets."):
         for problem in check_data(value, access, most=_QUICK):
             yield replace(problem, path=(*path, "_target_"))

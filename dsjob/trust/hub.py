@@ -67,6 +67,9 @@ def check_folders_of_models(value: Mapping[str, Any], path: Path, access: Access
         for folder in _find_folders(name, value) if _is_local(name) else ():
             files = (model_files.list_named(found.value, found.file) for found in model_files.read_folder(folder))
             others = dict.fromkeys(base for named in files for _, base in named if os.path.isdir(base))
+            for stray in model_files.find_strays(folder):
+                hint = "correct the file: weights lie in the model's folder"
+                yield Problem(f"{stray}, which is outside of its folder", (*path, *place), "outside-folder", hint)
             for one in (folder, *others):
                 rule, message, hint = access.explain(one) if one in others else ALLOWED
                 found = [Problem(f"{folder} names {one}: {message}", (), rule, hint)] if rule else []

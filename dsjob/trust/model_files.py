@@ -20,6 +20,9 @@ _VERSION = re.compile(r"config\.[^/]+\.json")
 _CACHED = re.compile(r"/(?P<repository>models--[^/]+)/snapshots/(?P<commit>[0-9a-f]{40})/")
 # Arguments of a loader that determine where the model is.
 _WHERE = ("cache_dir", "force_download", "local_files_only", "proxies", "revision", "subfolder", "token")
+_INDEX = re.compile(r".+\.index(\.[^/]+)?\.json")
+_SLASH = re.compile(rb':\s*"[^"]*[/\\]')  # in a value; JSON may write it as \u002f
+_MAX_INDEX = 64 << 20
 _MAX_SIZE = 4 << 20  # bytes; the largest published ones have some 100 kB, mostly names of classes
 _ENDLESS = "is a pipe or a device, so reading it may never end"
 _FOLLOWED = 8  # models in a chain of models that name each other
@@ -101,6 +104,24 @@ def _fetch_one(model: str, given: Mapping[str, Any]) -> Iterator[Found]:
             listed = found.value.get("configuration_files")
             versions = dict.fromkeys(map(str, listed)) if isinstance(listed, list) else {}
             files += [version for version in versions if _VERSION.fullmatch(version) and version not in files]
+
+
+def find_strays(folder: str) -> Iterator[str]:
+    """Files that the indexes of a model's weights name outside of the folder, where a loader would read them."""
+    for name in sorted(os.listdir(folder)) if os.path.isdir(folder) else ():
+        if not _INDEX.fullmatch(name) or not os.path.isfile(path := os.path.join(folder, name)):
+            continue
+        with open(path, "rb") as file:
+            text = file.read(_MAX_INDEX)
+        if not _SLASH.search(text):  # nearly all: the names of files beside the index
+            continue
+        try:
+            files = json.loads(text)["weight_map"].values()
+        except (ValueError, RecursionError, KeyError, TypeError, AttributeError):
+            files = [".."]  # it is damaged, or too large to check
+        inside = os.path.join(os.path.abspath(folder), "")
+        strays = (str(one) for one in files if not os.path.abspath(os.path.join(folder, str(one))).startswith(inside))
+        yield from (f"{path} names {stray}" for stray in dict.fromkeys(strays))
 
 
 def find_commit(file: str) -> tuple[str, str]:

@@ -12,7 +12,7 @@ from collections.abc import Iterator, Mapping
 from typing import Any
 from urllib.parse import urlsplit
 
-from dsjob.contract.access import Access
+from dsjob.contract.access import Access, has_task
 from dsjob.contract.locations import find_protocol, shorten
 from dsjob.contract.paths import Path, get_at
 from dsjob.errors import Problem
@@ -30,7 +30,7 @@ _DATABASE = re.compile(r"sqlite(\+\w+)?:///?")
 
 def check_services(document: Mapping[str, Any], access: Access) -> Iterator[Problem]:
     """Problems with the services that a document lets a run send metrics to."""
-    if "train" not in (document.get("tasks") or ["train"]):
+    if not has_task(document, "train"):
         return  # monitors are for training
     for name in _SERVICES:
         section: Path = ("monitor", name)

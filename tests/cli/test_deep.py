@@ -144,7 +144,7 @@ def test_trust_is_decided_as_for_a_run(job: Path) -> None:
     assert "error[untrusted-target]: callbacks.a._target_: fractions.Fraction is not trusted" in done.stderr
     assert done.returncode == 2
     assert dsjob("validate", "--deep", "--trust", "fractions.Fraction", "cfg.yaml", cwd=job).returncode == 0
-    assert dsjob("validate", "cfg.yaml", cwd=job).returncode == 0  # a warning: no flags are known there
+    assert dsjob("validate", "cfg.yaml", cwd=job).returncode == 2
 
 
 def test_a_run_tells_a_wrong_argument_with_its_place(tmp_path: Path) -> None:

@@ -37,13 +37,16 @@ PRIVATE = [
     "file:~/.aws/credentials", "file://{home}/.aws/credentials", "local://{home}/.netrc", "{home}/work/../.aws/x",
     "/tmp/krb5cc_1000", "~/keys/id_ed25519", "deploy.pem", "client.P12", "credentials.json", "~/sa.json",
     "~/.cache/mozilla/x", "~/.cache/huggingface/token", "~/.cache/huggingface/stored_tokens", "/etc/passwd", "/etc",
-    "/var/run/secrets/token", "/run/user/0/bus", "/var/mail/me", ".dvc/config", ".git/config",
+    "/home/.snapshot/daily/me/.ssh/id", "~/.cache/kagglehub/../x", "/var/run/secrets/token",
+    "/run/user/0/bus", "/var/mail/me", ".dvc/config", ".git/config",
 ]  # fmt: skip
 KERNEL = ["/proc/self/environ", "/dev/zero", "/sys/x", "file:/proc/1/mem", "/dev/shm/../fd/0", "/proc/self/fd/0"]
 OPEN = [
-    "a.txt", ".", "..", "~", "data/a.txt", "~/documents/a.txt", "/mnt/data/a.txt", "/dev/shm/a", "/run/media/me/usb/a",
-    ".dvc/cache/files/a", "data/.git/annex/objects/a", "~/.cache/huggingface/hub/models--a--b/x", "s3://bucket/a",
-    "https://host/a", "memory://a", "/usr/share/dict/words", "tokens.bin", "a..b/c", "keys.txt",
+    "a.txt", ".", "..", "~", "data/a.txt", "~/documents/a.txt", "/mnt/data/a.txt", "/dev/shm/a",
+    "/run/media/me/usb/a", ".dvc/cache/files/a", "data/.git/annex/objects/a",
+    "~/.cache/huggingface/hub/models--a--b/x", "s3://bucket/a", "~/.cache/kagglehub/a.csv",
+    "/drive/.shortcut-targets-by-id/1/a.txt", "/home/.snapshot/daily/me/a.txt", "https://host/a", "memory://a",
+    "/usr/share/dict/words", "tokens.bin", "a..b/c", "keys.txt",
 ]  # fmt: skip
 
 

@@ -181,7 +181,7 @@ def test_a_run_of_a_version_that_averaged_micro_batches_is_told(
 
     told = "averaged the means of micro batches, as trainer.loss_average=batches does"
     with monkeypatch.context() as older:
-        older.setattr("dsjob.training.build.Checkpointer", Older)
+        older.setattr("dsjob.training.checkpoints.Checkpointer", Older)
         run(1)
         assert told not in run(2, loss_average="batches")
     assert told in run(3)

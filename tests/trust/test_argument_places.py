@@ -38,6 +38,14 @@ def home(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     (work / "zero" / "b.txt").symlink_to("/dev/zero")
     (work / "tokenizer" / "vocab.txt").symlink_to(home / ".aws" / "credentials")
     (work / "card" / "README.md").write_text(f"---\nconfigs:\n- data_files: {home}/.aws/credentials\n---\n")
+    (work / "index").mkdir()
+    (work / "index" / "config.json").write_text("{}")
+    strays = {"a": "a.safetensors", "b": "..\\u002f..\\u002f.data\\u002fx.jsonl"}
+    text = json.dumps({"weight_map": strays}).replace("\\\\", "\\")
+    (work / "index" / "model.safetensors.index.json").write_text(text)
+    (work / "saved").mkdir()
+    (work / "saved" / "state.json").write_text("{}")
+    (work / "saved" / "data.arrow").symlink_to(home / ".data" / "x.jsonl")
     (work / "adapter" / "adapter_config.json").write_text(json.dumps({"base_model_name_or_path": f"{home}/.model"}))
     monkeypatch.setenv("HOME", str(home))
     monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "cache"))
@@ -89,6 +97,10 @@ ATTACKS: list[dict[str, Any]] = [
     {"_target_": PRETRAINED, "pretrained_model_name_or_path": "HOME/.model"},
     {"_target_": PRETRAINED, "pretrained_model_name_or_path": "./adapter"},
     {"_target_": PRETRAINED, "pretrained_model_name_or_path": "./data", "gguf_file": "../../.data/x.jsonl"},
+    {"_target_": PRETRAINED, "pretrained_model_name_or_path": "./index"},
+    {"_target_": BYTES, "_args_": ["all", 8, None, "links", "*.txt"]},
+    {"_target_": TEXT, "_args_": ["links"]},
+    {"_target_": TEXT, "source": "saved"},
     {"_target_": "transformers.AutoTokenizer.from_pretrained", "_args_": ["./data"], "vocab_file": "HOME/.netrc"},
     {"_target_": "transformers.AutoTokenizer.from_pretrained", "_args_": ["./tokenizer"]},
 ]
