@@ -63,7 +63,9 @@ def main(overrides: list[str], file: Document | None, config_dir: str | None, de
     each = composition.take_first(overrides)
     first = composition.compose(each, file=file, config_dir=config_dir, environment=read_environment())
     _refuse_secrets_composed(first)
-    if not samples:
+    if samples:
+        check_runnable(first, trust)  # its folder is created next
+    else:
         _check_each(overrides, file, config_dir, trust)
     os.environ[_ID_VARIABLE] = uuid.uuid4().hex
     os.environ[_TRUST_VARIABLE] = trust.to_text()

@@ -70,9 +70,9 @@ _ELSEWHERE = "this document comes from elsewhere (a URL, a checkpoint, another u
 class Access:
     """What a document may use. Without arguments: that of a document of the user's own.
 
-    own: whether it is one. folders: the current folder (by default the current one), then that of the document. reads,
-    writes: places and keys that the user has named; what may be written may be read. protocols: those that the user
-    has granted.
+    own: whether it is one. folders: the one in which the command was started (if unset: the current one), then that of
+    the document. reads, writes: places and keys that the user has named; what may be written may be read. protocols:
+    those that the user has granted.
     """
 
     own: bool = True
@@ -201,10 +201,9 @@ def _list_credentials() -> Iterator[str]:
 
 
 def _refuse_elsewhere(place: str, write: bool) -> Refusal:
-    granted = place if "://" in place else os.path.abspath(os.path.expanduser(place))
+    granted = quote_word(GRANT_FOLDER + (place if "://" in place else os.path.abspath(os.path.expanduser(place))))
     does = "writes only below the current folder" if write else "reads only below its own folder and the current folder"
-    grant = quote_word(GRANT_FOLDER + granted)
-    hint = f"if you trust it, write this on the command line (KEY=PLACE), or run with --trust {grant}"
+    hint = f"if you trust it, write this on the command line (KEY=PLACE), or run with --trust {granted}"
     return "outside-folder", f"{_ELSEWHERE}, so it {does}", hint
 
 

@@ -50,12 +50,12 @@ class Composed:
             return self.deepspeed.source, mark.line, mark.column
         for length in range(len(path), 0, -1):
             if path[:length] in self.overrides:
-                return f"{COMMAND_LINE}: {hide_value(self.overrides[path[:length]])}", 0, 0
+                return f"command line: {hide_value(self.overrides[path[:length]])}", 0, 0
         # With a recipe, a value comes from the file only if the file has this exact path.
         if self.file is not None and (path in self.file.keys or not path or not self.recipes):
             mark = self.file.mark(path)
             return self.file.source, mark.line, mark.column
-        return (f"recipe {', '.join(self.recipes)}" if self.recipes else COMMAND_LINE), 0, 0
+        return (f"recipe {', '.join(self.recipes)}" if self.recipes else "command line"), 0, 0
 
     def find_given(self, path: Path) -> Path | None:
         """The path at which the document sets the resolved value at `path`, in any spelling; None for a default."""
@@ -111,7 +111,6 @@ def settle(
     return Composed(document, file, recipes, overrides or {}, deepspeed, tuple(notes))
 
 
-COMMAND_LINE = "command line"  # how the places of overrides begin
 STDIN = "<stdin>"  # the source of a document from standard input
 PROGRAM = "<dict>"  # the source of a document that a Python program passes
 _LOOKED_AT = 100  # the most keys to examine in a file that may not be a config

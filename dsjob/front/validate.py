@@ -10,7 +10,7 @@ from typing import Any
 from dsjob import document as documents
 from dsjob import storage
 from dsjob.contract import report
-from dsjob.contract.access import Access
+from dsjob.contract.access import PLACE_RULES, Access
 from dsjob.contract.job_lengths import describe_lengths
 from dsjob.contract.locations import shorten
 from dsjob.contract.secrets import list_texts
@@ -154,7 +154,9 @@ def _check_composed(
     found = [*checked.problems, *_look_at_targets(composed, checked, trust, ranks, deep=deep)]
     if lengths is not None and checked.resolved and all(one.severity != "error" for one in found):
         lengths += _describe_lengths(checked.resolved.document, ranks, trust, deep=deep)
-    return found + (_find_other_job(composed, checked.resolved.document) if checked.resolved else [])
+    if checked.resolved is None or any(one.rule in PLACE_RULES for one in found):
+        return found  # what the document may not read is not looked at
+    return found + _find_other_job(composed, checked.resolved.document)
 
 
 def _describe_lengths(document: dict[str, Any], ranks: int, trust: Trust, *, deep: bool) -> Iterator[str]:

@@ -193,7 +193,7 @@ def _prepare(
         max_steps=steps,
         passed=passed,
         parts=parts,
-        checkpointer=build_checkpointer(job, run_dir, world, kept),
+        checkpointer=build_checkpointer(job, run_dir, world, trust, kept),
         occasions=_watch_occasions(spec, run_dir, world, requests, passed),
         requests=requests,
         folder=run_dir,

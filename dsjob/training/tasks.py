@@ -142,7 +142,7 @@ def run_alone(job: ResolvedJob, run_dir: str, world: World, display: Display, tr
     objective = parts.bind(engines, objective, Measures())
     given: dict[str, Any] = {"collate": collate, "objective": objective, "measures": measures}
     tasks = build_tasks(spec, engines, sets, trust, run_dir, parts=parts, **given)
-    source = _load(job, engines, run_dir, world, display.say)
+    source = _load(job, engines, run_dir, world, trust, display.say)
     display.table(f"dsjob {spec.name}", _describe(tasks, source, world, run_dir))
     if world.everyone.rank == 0:
         write_resolved(run_dir, job.document)
@@ -154,10 +154,10 @@ def run_alone(job: ResolvedJob, run_dir: str, world: World, display: Display, tr
     return result
 
 
-def _load(job: ResolvedJob, engines: Engines, run_dir: str, world: World, say: Say) -> Source:
+def _load(job: ResolvedJob, engines: Engines, run_dir: str, world: World, trust: Trust, say: Say) -> Source:
     """Loads the weights that `checkpoint.resume` names. Raises NoCheckpointError, CheckpointError."""
     spec, savable = job.spec, engines if job.spec.models else engines.first
-    checkpointer = build_checkpointer(job, run_dir, world)
+    checkpointer = build_checkpointer(job, run_dir, world, trust)
     url = _find_url(spec, checkpointer)
     if url is None:
         say("note", "there is no checkpoint: the model is used as it was built")

@@ -28,19 +28,20 @@ def name_places(trust: Trust, composed: Composed) -> Trust:
         if path[0] == _SERVICES:
             writes += [".".join(map(str, path[:2])), *_list_texts(value)]
         elif path in marks and isinstance(value, str):
-            (reads if marks[path] == "read" else writes).append(_locate(fill_pattern(value, composed.document)))
+            (reads if marks[path] == "read" else writes).append(locate(fill_pattern(value, composed.document)))
         else:
-            found = [_locate(text) for text in _list_texts(value) if _leads_somewhere(text)]
+            found = [locate(text) for text in _list_texts(value) if _leads_somewhere(text)]
             (writes if is_written(path[-1]) else reads).extend(found)
     return replace(trust, reads=tuple(dict.fromkeys(reads)), writes=tuple(dict.fromkeys(writes)))
 
 
 def name_place(trust: Trust, place: str) -> Trust:
     """The trust with a place that the user names to be read."""
-    return replace(trust, reads=(*trust.reads, _locate(place)))
+    return replace(trust, reads=(*trust.reads, locate(place)))
 
 
-def _locate(place: str) -> str:
+def locate(place: str) -> str:
+    """A place as the trust has it: a URL, or an absolute path."""
     return place if "://" in place else os.path.abspath(os.path.expanduser(place))
 
 

@@ -9,6 +9,7 @@ from __future__ import annotations
 import os
 import re
 from collections.abc import Iterator, Mapping
+from shlex import quote
 from typing import Any
 from urllib.parse import urlsplit
 
@@ -54,7 +55,8 @@ def _check_uri(uri: str, access: Access) -> Iterator[Problem]:
     elif not (uri in access.writes or _find_server(uri) == _find_server(os.environ.get("MLFLOW_TRACKING_URI", ""))):
         found = [name for name in _CREDENTIALS if os.environ.get(name)]
         found += [file for file in _FILES if os.path.exists(os.path.expanduser(file))]
-        hint = f"to use this server, set MLFLOW_TRACKING_URI={uri}, or write {'.'.join(_URI)}={uri} on the command line"
+        setting = quote(f"{'.'.join(_URI)}={uri}")
+        hint = f"to use this server, set MLFLOW_TRACKING_URI={quote(uri)}, or write {setting} on the command line"
         if found:
             message = f"{shorten(uri)}: only the document names this server, and MLflow would send it {found[0]}"
             yield Problem(message, _URI, "credentials", hint)

@@ -154,6 +154,14 @@ def test_a_document_deletes_no_checkpoints_of_another_run() -> None:
 
 
 @pytest.mark.usefixtures("victim")
+def test_the_name_of_a_document_is_nothing_that_the_user_has_said() -> None:
+    """Places of the command line are shown as `command line: KEY=VALUE`."""
+    make(name := "command line: checkpoint.dir=.json", 5, dir="runs/victim/checkpoints")
+    assert run(name).returncode == 0
+    assert list_kept() == [1, 2, 3, 5]
+
+
+@pytest.mark.usefixtures("victim")
 @pytest.mark.parametrize(
     "arguments",
     [

@@ -180,6 +180,19 @@ def test_files_that_a_command_names_are_read_beside_it(tmp_path: Path) -> None:
     assert messages(imported, "unknown") == ""
 
 
+def test_a_file_names_no_private_one(tmp_path: Path) -> None:
+    """A file to import can come from anyone. On the command line, the user names what they like."""
+    (tmp_path / ".secrets").mkdir()
+    (private := tmp_path / ".secrets" / "ds.json").write_text('{"train_batch_size": 7, "password": "x"}')
+    arguments = {"args.json": {"deepspeed": str(private), "output_dir": "o", "max_steps": 1}}
+    with pytest.raises(DocumentError, match=r"hidden files and folders, such as \.secrets, are private") as caught:
+        import_texts(tmp_path, arguments)
+    assert "password" not in str(caught.value)
+    private.write_text('{"zero_optimization": {"stage": 3}}')
+    command = f"deepspeed --num_gpus 1 t.py --output_dir o --max_steps 1 --deepspeed {private}"
+    assert import_texts(tmp_path, {}, command).document["zero_optimization"] == {"stage": 3}
+
+
 def test_a_file_that_is_given_and_named_is_read_once(tmp_path: Path) -> None:
     command = "deepspeed --num_gpus 1 train.py --deepspeed some/where/ds.json --output_dir o --max_steps 1"
     imported = import_texts(tmp_path, {"ds.json": {"zero_optimization": {"stage": 1}}}, command)

@@ -40,7 +40,7 @@ def evaluate(job: ResolvedJob, folder: Path | str, world: World) -> tuple[dict[s
     engines = build.build_engines(build.build_models(job, TRUST), job, world, TRUST)
     assert engines.first.optimizer is None
     assert engines.first.lr_scheduler is None
-    build_checkpointer(job, str(folder), world).load(engines.first, optimizer=False, scheduler=False)
+    build_checkpointer(job, str(folder), world, Trust()).load(engines.first, optimizer=False, scheduler=False)
     sets = build_evaluation_sets(job.spec, world, build_collate(job.spec, TRUST), TRUST, "eval")
     evaluator = build.build_evaluator(job.spec, engines, sets, TRUST)
     return evaluator.evaluate(), dict(engines.first.module.state_dict())
@@ -141,9 +141,9 @@ def test_callbacks_alone(tmp_path: Path) -> None:
 
 def test_a_checkpointer_alone_touches_nothing(tmp_path: Path) -> None:
     world = join_world(device="cpu")
-    checkpointer = build_checkpointer(make(tmp_path), str(tmp_path), world)
+    checkpointer = build_checkpointer(make(tmp_path), str(tmp_path), world, Trust())
     assert checkpointer.url == f"{tmp_path}/checkpoints"
     assert checkpointer.tags() == []
     assert list(tmp_path.iterdir()) == []
     elsewhere = make(tmp_path, checkpoint={"dir": "memory://kept"})
-    assert build_checkpointer(elsewhere, str(tmp_path), world).url == "memory://kept"
+    assert build_checkpointer(elsewhere, str(tmp_path), world, Trust()).url == "memory://kept"

@@ -215,6 +215,14 @@ def test_another_users_model_folder_cannot_name_the_users_files(home: Path) -> N
     assert find(target, **stranger) == {"outside-folder"}
 
 
+def test_an_evaluation_reads_no_training_data(home: Path) -> None:
+    """The job of a checkpoint comes from elsewhere; its training data are none of an evaluation's."""
+    data = {"train": {"_target_": BYTES, "path": str(home)}, "eval": {"_target_": BYTES, "path": "data"}}
+    trust = Trust(local=False)
+    assert [p.dotted for p in check_document(make_job(data=data), trust)] == ["data.train.path"]
+    assert check_document(make_job(data=data, tasks=["eval"]), trust) == []
+
+
 # ---- whole documents
 
 

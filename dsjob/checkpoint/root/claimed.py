@@ -64,8 +64,9 @@ class ClaimedRoot:
 
     def list_others(self) -> list[str]:
         """The tags of checkpoints that other runs have saved. They stay."""
-        owned = self._own().owns
-        return [record["tag"] for record in self._catalog.records() if not owned(record["attempt"])]
+        own = self._own()
+        records = [] if own.everything else self._catalog.records()
+        return [record["tag"] for record in records if not own.owns(record["attempt"])]
 
     def set_aside(self, *, newer_than: int) -> None:
         """See Catalog.set_aside."""
