@@ -9,7 +9,6 @@ from __future__ import annotations
 import os
 import re
 from collections.abc import Iterator, Mapping
-from shlex import quote
 from typing import Any
 from urllib.parse import urlsplit
 
@@ -17,6 +16,7 @@ from dsjob.contract.access import Access, has_task
 from dsjob.contract.locations import find_protocol, shorten
 from dsjob.contract.paths import Path, get_at
 from dsjob.errors import Problem
+from dsjob.terminal import quote_word
 
 _SERVICES = ("wandb", "comet", "mlflow")
 _URI = ("monitor", "mlflow", "tracking_uri")
@@ -55,8 +55,8 @@ def _check_uri(uri: str, access: Access) -> Iterator[Problem]:
     elif not (uri in access.writes or _find_server(uri) == _find_server(os.environ.get("MLFLOW_TRACKING_URI", ""))):
         found = [name for name in _CREDENTIALS if os.environ.get(name)]
         found += [file for file in _FILES if os.path.exists(os.path.expanduser(file))]
-        setting = quote(f"{'.'.join(_URI)}={uri}")
-        hint = f"to use this server, set MLFLOW_TRACKING_URI={quote(uri)}, or write {setting} on the command line"
+        setting = quote_word(f"{'.'.join(_URI)}={uri}")
+        hint = f"to use this server, set MLFLOW_TRACKING_URI={quote_word(uri)}, or write {setting} on the command line"
         if found:
             message = f"{shorten(uri)}: only the document names this server, and MLflow would send it {found[0]}"
             yield Problem(message, _URI, "credentials", hint)
