@@ -202,9 +202,9 @@ def _list_credentials() -> Iterator[str]:
 
 
 def _refuse_elsewhere(place: str, write: bool) -> Refusal:
-    granted = quote_word(GRANT_FOLDER + (place if "://" in place else os.path.abspath(os.path.expanduser(place))))
+    granted = GRANT_FOLDER + (place if "://" in place else os.path.abspath(os.path.expanduser(place)))
     does = "writes only below the current folder" if write else "reads only below its own folder and the current folder"
-    hint = f"if you trust it, write this on the command line (KEY=PLACE), or run with --trust {granted}"
+    hint = f"if you trust it, write this on the command line (KEY=PLACE), or run with --trust {quote_word(granted)}"
     return "outside-folder", f"{_ELSEWHERE}, so it {does}", hint
 
 

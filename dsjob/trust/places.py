@@ -91,8 +91,8 @@ def check_written(value: Any, path: Path, access: Access) -> Iterator[Problem]:
 
 def _explain_written(text: str, access: Access) -> Refusal:
     if find_protocol(text) != "file" or "\0" in text or not access.may_fill(text):
-        granted = quote_word(GRANT_FOLDER + os.path.abspath(os.path.expanduser(text)))
-        hint = f"leave it out, use a folder below the current one, or run with --trust {granted}"
+        granted = GRANT_FOLDER + os.path.abspath(os.path.expanduser(text))
+        hint = f"leave it out, use a folder below the current one, or run with --trust {quote_word(granted)}"
         return "outside-folder", " is outside the current folder, and the target would write there", hint
     rule, message, hint = ALLOWED if access.is_cache(text) else access.explain(text, write=True)
     return rule, f": {message}", hint
