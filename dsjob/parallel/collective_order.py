@@ -118,6 +118,8 @@ class CollectiveOrder:
 
     def on_backward_end(self) -> None:
         self._gather_rest()
+        if not self._units:  # all parameters are whole on every rank
+            return
         if self._units[0].reduces:
             self._observed = self._complete + [number for number in self._order if number not in self._complete]
             # Some are not complete: they were not used, or their inputs need no gradients.
@@ -149,7 +151,7 @@ class CollectiveOrder:
 
         The host does not wait for the device, except for the order, in the first step.
         """
-        if self._world.data_size == 1:
+        if self._world.data_size == 1 or not self._names:
             return
         if not self._is_learned:
             self._learn()
